@@ -1,0 +1,53 @@
+"""Compresses Hugging Face transformer checkpoints after training: shared bases, sparse projections (FiPS).
+
+Importing this package teaches transformers to load compressed checkpoints; everything else is imported on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fips import _register
+
+if TYPE_CHECKING:
+    from fips.checkpoint.load import FipsConfig, load
+    from fips.config import CompressionConfig
+    from fips.errors import FipsError
+    from fips.evaluation import evaluate
+    from fips.inspection import inspect
+    from fips.pipeline import compress
+    from fips.report import CompressionReport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "compress": "fips.pipeline",
+    "load": "fips.checkpoint.load",
+    "evaluate": "fips.evaluation",
+    "inspect": "fips.inspection",
+    "CompressionConfig": "fips.config",
+    "CompressionReport": "fips.report",
+    "FipsConfig": "fips.checkpoint.load",
+    "FipsError": "fips.errors",
+}
+
+__all__ = [
+    "CompressionConfig",
+    "CompressionReport",
+    "FipsConfig",
+    "FipsError",
+    "__version__",
+    "compress",
+    "evaluate",
+    "inspect",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fips' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+_register.install()

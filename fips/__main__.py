@@ -1,0 +1,5 @@
+"""`python -m fips`."""
+
+from fips.cli.main import main
+
+main()

@@ -1,0 +1,87 @@
+"""Proves that a written folder is what was meant, before anybody is told so."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fips.checkpoint.format import PackedGroupInfo, parse
+from fips.checkpoint.pack import digest
+from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
+from fips.checkpoint.save import CheckpointWriter
+from fips.checkpoint.source import read_config
+from fips.errors import FormatError
+from fips.linalg.packing import unpack
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weights files of a written folder, in order."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def stored_tensors(files: list[Path]) -> dict[str, tuple[Path, TensorInfo]]:
+    """Tensor name → its file and header entry.
+
+    Raises:
+        FormatError: If a file is damaged or a tensor is stored twice.
+    """
+    stored: dict[str, tuple[Path, TensorInfo]] = {}
+    for path in files:
+        for name, info in read_header(path).items():
+            if name in stored:
+                raise FormatError(f"{name} is stored in {stored[name][0].name} and in {path.name}.")
+            stored[name] = (path, info)
+    return stored
+
+
+def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> None:
+    """Refuses a checkpoint whose packed tensors are missing, unexpected, or of another shape than described.
+
+    Only shapes are compared with config.json, and dtypes of masks: values may have been re-saved in another dtype.
+
+    Raises:
+        FormatError: Naming the tensor.
+    """
+    expected = {name: info for group in groups for name, info in group.tensors().items()}
+    for name, info in expected.items():
+        if name not in stored:
+            raise FormatError(f"{name} is missing from the weights; the checkpoint is damaged.")
+        found = stored[name][1]
+        if found.shape != info.shape or (info.dtype == torch.uint8) != (found.dtype == torch.uint8):
+            raise FormatError(
+                f"{name} is stored as {found.dtype} {list(found.shape)}; config.json describes {list(info.shape)}."
+            )
+    for name in stored:
+        if name not in expected and (name.startswith("fips_bases.") or name.endswith(".mask")):
+            raise FormatError(f"{name} is stored but config.json does not describe it; the checkpoint is damaged.")
+
+
+def verify_written(writer: CheckpointWriter, skeleton: nn.Module, disk_names: dict[str, str]) -> None:
+    """Reads a written folder back and compares every tensor bit by bit.
+
+    Packed tensors are compared with digests taken before they were written, all others with the source. Every
+    parameter of the model must find its tensor.
+
+    Raises:
+        FormatError: Naming the first difference.
+    """
+    groups = parse(read_config(writer.folder)["quantization_config"])
+    stored = stored_tensors(weight_files(writer.folder))
+    check_packed(groups, stored)
+    kept = writer.kept()
+    if set(stored) != set(kept) | set(writer.digests):
+        raise FormatError(f"written tensors differ in name: {sorted(set(stored) ^ (set(kept) | set(writer.digests)))}")
+    for name, expected in writer.digests.items():
+        if digest(read_tensor(stored[name][0], name)) != expected:
+            raise FormatError(f"{name} reads back differently from what was written; the disk may be failing.")
+    for name, entry in kept.items():
+        if digest(read_tensor(stored[name][0], name)) != digest(entry.load()):
+            raise FormatError(f"{name} reads back differently from the source; the disk may be failing.")
+    for group in groups:
+        for member in group.members:
+            path = stored[f"{member.name}.weight"][0]
+            unpack(read_tensor(path, f"{member.name}.weight"), read_tensor(stored[f"{member.name}.mask"][0],
+                   f"{member.name}.mask"), member.f)  # fmt: skip
+    for parameter, _ in skeleton.named_parameters():
+        if parameter in disk_names and disk_names[parameter] not in stored:
+            raise FormatError(f"{disk_names[parameter]} of the model is not in the written weights.")

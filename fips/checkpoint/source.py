@@ -1,0 +1,232 @@
+"""The checkpoint that is compressed: found locally or on the Hub, read lazily, refused early."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
+from fips.errors import FormatError, NumericalError, SourceError
+
+_NAMES = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+_WEIGHT_SUFFIXES = {
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite", ".pkl",
+}  # fmt: skip
+_SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder whose tensors are read one by one.
+
+    Attributes:
+        folder: The folder.
+        name: What the user called it: a path's last part or the Hub id.
+        config: Its config.json.
+        infos: Tensor name → dtype and shape.
+        files: Tensor name → file that holds it.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    infos: dict[str, TensorInfo]
+    files: dict[str, Path]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in its stored dtype.
+
+        Raises:
+            SourceError: If it is not there or cannot be read.
+        """
+        if name not in self.files:
+            raise SourceError(f"{self.name}: tensor {name} is not in the checkpoint.")
+        path = self.files[name]
+        try:
+            return read_tensor(path, name) if path.suffix == ".safetensors" else _load_bin(path)[name].clone()
+        except FormatError as error:
+            raise SourceError(str(error)) from error
+
+    def side_files(self) -> list[Path]:
+        """Every file that holds no weights, relative to the folder; config.json and the model card left out."""
+        found = []
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder)
+            if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+                continue
+            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+                continue
+            if str(relative) not in ("config.json", "README.md", "fips_report.json"):
+                found.append(relative)
+        return found
+
+    def require_finite(self, names: Iterable[str]) -> None:
+        """Refuses NaN and infinity in the named tensors.
+
+        Raises:
+            NumericalError: Naming the tensor.
+        """
+        for name in names:
+            tensor = self.read(name)
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise NumericalError(f"{self.name}: tensor {name} holds {bad:,} NaN or infinite values.")
+
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.bytes for info in self.infos.values())
+
+
+def open_source(model: str | os.PathLike[str], revision: str | None = None) -> Source:
+    """Opens a checkpoint folder or downloads one from the Hub.
+
+    Args:
+        model: Local folder or Hub id.
+        revision: Branch, tag or commit of a Hub id.
+
+    Raises:
+        SourceError: If it is missing, incomplete, damaged, quantized, or already compressed.
+    """
+    folder = locate(str(model), revision)
+    name = folder.resolve().name if Path(model).expanduser().is_dir() else str(model)
+    config = read_config(folder)
+    _refuse_quantized(config, name)
+    files = weight_paths(folder)
+    infos: dict[str, TensorInfo] = {}
+    where: dict[str, Path] = {}
+    for path in files:
+        for tensor, info in _infos(path).items():
+            if tensor in infos:
+                raise SourceError(f"{folder}: tensor {tensor} is in {where[tensor].name} and in {path.name}.")
+            infos[tensor], where[tensor] = info, path
+    if not infos:
+        raise SourceError(f"{folder}: the weight files hold no tensor.")
+    return Source(folder, name, config, infos, where)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        SourceError: If it is missing or not a JSON object with a model type.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(f"{folder} has no config.json: not a Hugging Face model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise SourceError(f"{path} names no model_type: not a transformers config.")
+    return config
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """Folder of a checkpoint: the local one, or the Hub's after downloading it.
+
+    Raises:
+        SourceError: If there is none.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise SourceError(f"{model} is a local folder; a revision can only be given for a Hub id.")
+        return folder
+    if folder.is_file():
+        raise SourceError(f"{model} is a file; expected a model folder or a Hub id.")
+    if model.count("/") > 1 or model.startswith((".", "~", "/")):
+        raise SourceError(f"{model}: no such folder.")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(patterns: list[str]) -> Path:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+    try:
+        folder = fetch([*_SIDE_PATTERNS, "*.safetensors"])
+        if not any(folder.glob("*.safetensors")):
+            folder = fetch([*_SIDE_PATTERNS, "*.bin"])
+        return folder
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SourceError(f"{model}: no such folder, and the Hub gives no such model ({first}).") from error
+
+
+def _refuse_quantized(config: dict[str, Any], name: str) -> None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "an unnamed method") if isinstance(quantization, dict) else quantization
+    if method == "fips":
+        raise SourceError(f"{name} is already compressed by fips; compress its dense source instead.")
+    raise SourceError(f"{name} is quantized ({method}); expected a checkpoint in floating point.")
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The weights files transformers would load from a folder, every shard of the index present.
+
+    Raises:
+        SourceError: If there are none, or the index is damaged or names a file that is not there.
+    """
+    for index_name, single in _NAMES:
+        index = folder / index_name
+        if index.is_file():
+            return _indexed(index)
+        if (folder / single).is_file():
+            return [folder / single]
+    raise SourceError(f"{folder} has no model.safetensors or pytorch_model.bin, and no index of shards.")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is not a valid shard index: {error}") from error
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..", "."):
+            raise SourceError(f"{index} names a shard {shard!r} outside its folder.")
+        if not (index.parent / shard).is_file():
+            raise SourceError(f"{index.parent}: shard {shard} named in {index.name} is missing. Download it again.")
+    held = {name: shard for shard in shards for name in _infos(index.parent / shard)}
+    for name, shard in weight_map.items():
+        if held.get(name) != shard:
+            raise SourceError(f"{index.name} says {name} is in {shard}, but it is not there.")
+    return [index.parent / shard for shard in shards]
+
+
+def _infos(path: Path) -> dict[str, TensorInfo]:
+    if path.suffix == ".safetensors":
+        try:
+            return read_header(path)
+        except FormatError as error:
+            raise SourceError(str(error)) from error
+    return {n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in _load_bin(path).items()}
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    """Tensors of a .bin file, memory-mapped where its format allows. Never unpickles code: weights_only=True."""
+    load: Callable[..., Any] = torch.load
+    try:
+        try:
+            state = load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files older than torch 1.6 cannot be mapped
+            state = load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch raise many kinds for a damaged file
+        raise SourceError(f"{path} cannot be read as plain tensors: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise SourceError(f"{path} holds something other than named tensors.")
+    return state

@@ -1,0 +1,67 @@
+"""`fips compress`."""
+
+from typing import Any
+
+import click
+
+from fips.cli.options import model_options, output_options, progress_of, show
+from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, CompressionConfig, parse_groups, parse_size
+
+_DEFAULT = CompressionConfig()
+
+
+def _setting(name: str, help_text: str, **kwargs: Any) -> Any:
+    """An option whose default comes from the recipe: it stays None unless given."""
+    default = getattr(_DEFAULT, name, None)
+    shown = f"  [default: {default}]" if default is not None else ""
+    return click.option("--" + name.replace("_", "-"), name, default=None, help=help_text + shown, **kwargs)
+
+
+@click.command("compress")
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=str))
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
+@click.option("--recipe", type=click.Choice(RECIPES), default="default", show_default=True,
+              help="paper: exactly the hyperparameters of arXiv 2411.09816; single options still override.")  # fmt: skip
+@_setting("budget", "Share of the MLP parameters kept: non-zeros of U and V.", type=float)
+@_setting("sparsity", "Share of zeros in V.", type=float)
+@_setting("group_size", "Consecutive blocks that share one basis.", type=int)
+@_setting("groups", "Explicit groups of blocks, such as 0-1,2-5,6-9.", type=str)
+@click.option("--include", multiple=True, help="Compress only matrices whose name matches this glob; repeatable.")
+@_setting("calibration", "Text (.txt; .jsonl with `text` or `messages`), Hub data set id, or `self`: the model "
+          "samples its own. Without it: a Hub text when online, else self.", type=str)  # fmt: skip
+@_setting("calibration_tokens", "Tokens of calibration text.", type=int)
+@_setting("sequence_length", "Tokens per calibration sequence, capped by the model's maximum.", type=int)
+@_setting("objective", "What is reconstructed: the MLP's output, or every linear's (Eq. 1).",
+          type=click.Choice(OBJECTIVES))  # fmt: skip
+@_setting("inputs", "Calibration activations: of the dense model, or of the compressed prefix.",
+          type=click.Choice(INPUTS))  # fmt: skip
+@_setting("schedule", "Gradual pruning schedule.", type=click.Choice(SCHEDULES))
+@_setting("steps", "Optimizer steps per group; 0 leaves the truncated SVD.", type=int)
+@_setting("batch_tokens", "Tokens per step, in whole sequences.", type=int)
+@_setting("learning_rate", "Peak learning rate of AdamW; cosine decay.", type=float)
+@_setting("weight_decay", "Weight decay of AdamW.", type=float)
+@_setting("mask_interval", "Steps between two mask updates.", type=int)
+@_setting("seed", "Seed of every random draw.", type=int)
+@_setting("max_shard_size", "Largest weights file, such as 5GB.", type=str)
+@model_options
+@click.option("--overwrite", is_flag=True, help="Replace a model that lies at OUT.")
+@output_options
+def command(model: str, out: str, revision: str | None, recipe: str, overwrite: bool, trust_remote_code: bool,  # noqa: FBT001, PLR0913
+            as_json: bool, quiet: bool, verbose: bool, **settings: Any) -> None:  # noqa: FBT001  # fmt: skip
+    """Compress MODEL (a folder or Hub id) into the new folder OUT.
+
+    What shrinks is the file: OUT stores every MLP as a shared basis and sparse projections, and loads with
+    from_pretrained after `import fips`. Loaded the default way it runs at the dense model's speed and memory.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, parse in (("groups", parse_groups), ("max_shard_size", parse_size)):
+        if name in given:
+            given[name] = parse(given[name])
+    config = CompressionConfig.from_recipe(recipe, **given)
+    progress = progress_of(quiet=quiet, verbose=verbose)
+    from fips.pipeline import compress
+
+    report = compress(model, out, config, revision=revision, overwrite=overwrite,
+                      trust_remote_code=trust_remote_code, progress=progress)  # fmt: skip
+    show(report, as_json=as_json)

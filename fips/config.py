@@ -1,0 +1,161 @@
+"""All settings of a compression, validated. Standard library only: the command line imports it before torch."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fips.errors import ConfigError
+
+OBJECTIVES = ("mlp", "linear")
+INPUTS = ("dense", "compressed")
+SCHEDULES = ("accelerated", "zhu-gupta")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RECIPES = ("default", "paper")
+
+_SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+# FiPS (arXiv 2411.09816), language models: 20 sequences of 8192 tokens, 800 steps of 8192 tokens, AdamW with
+# cosine decay, loss on the MLP output, inputs of the dense model, accelerated GMP with an update every 50 steps.
+_PAPER: dict[str, Any] = {
+    "sparsity": 0.75,
+    "group_size": 4,
+    "calibration_tokens": 163_840,
+    "sequence_length": 8192,
+    "batch_tokens": 8192,
+    "steps": 800,
+    "learning_rate": 3e-5,
+    "weight_decay": 0.1,
+    "mask_interval": 50,
+    "schedule": "accelerated",
+    "objective": "mlp",
+    "inputs": "dense",
+}
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Settings of one compression.
+
+    Attributes:
+        budget: Share of the MLP parameters kept (non-zeros of every V plus all of U), in (0, 1].
+        sparsity: Share of zeros in V, in [0, 1).
+        group_size: Consecutive blocks that share one basis U.
+        groups: Explicit groups as (first, last) block numbers, instead of `group_size`.
+        include: Globs over matrix names; only matching MLP matrices are compressed.
+        calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self").
+        calibration_tokens: Tokens of calibration text.
+        sequence_length: Tokens per calibration sequence, capped by the model's maximum.
+        objective: What is reconstructed: every linear's output (Eq. 1) or the output of the MLP.
+        inputs: Activations of the original model ("dense") or of the already compressed prefix ("compressed").
+        schedule: Gradual pruning: the paper's accelerated schedule or Zhu and Gupta's.
+        steps: Optimizer steps per group; 0 leaves the truncated SVD, pruned once.
+        batch_tokens: Tokens per step.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        mask_interval: Steps between two mask updates.
+        seed: Seed of every random draw.
+        device: Where the mathematics runs.
+        dtype: dtype of the stored tensors; "auto" keeps the source's.
+        max_shard_size: Largest weights file in bytes.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    budget: float = 0.5
+    sparsity: float = 0.75
+    group_size: int = 4
+    groups: tuple[tuple[int, int], ...] | None = None
+    include: tuple[str, ...] = ()
+    calibration: str | None = None
+    calibration_tokens: int = 65_536
+    sequence_length: int = 2048
+    objective: str = "mlp"
+    inputs: str = "dense"
+    schedule: str = "accelerated"
+    steps: int = 200
+    batch_tokens: int = 2048
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    mask_interval: int = 10
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    max_shard_size: int = 5 * 10**9
+
+    def __post_init__(self) -> None:
+        """Refuses values that cannot work, before anything is read or written."""
+        self._check_ranges()
+        self._check_choices()
+
+    def _check_ranges(self) -> None:
+        _require(0 < self.budget <= 1, "budget", self.budget, "a share of the parameters in (0, 1]")
+        _require(0 <= self.sparsity < 1, "sparsity", self.sparsity, "a share of zeros in [0, 1)")
+        _require(self.steps >= 0, "steps", self.steps, "0 or more")
+        _require(0 < self.learning_rate < 10, "learning_rate", self.learning_rate, "a positive number below 10")
+        _require(0 <= self.weight_decay < 10, "weight_decay", self.weight_decay, "0 or more, below 10")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
+        for name in ("group_size", "calibration_tokens", "batch_tokens", "mask_interval", "max_shard_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
+        wanted = f"at least one sequence ({self.sequence_length})"
+        _require(self.calibration_tokens >= self.sequence_length, "calibration_tokens", self.calibration_tokens, wanted)
+
+    def _check_choices(self) -> None:
+        choices = {"objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES, "device": DEVICES, "dtype": DTYPES}
+        for name, allowed in choices.items():
+            _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
+
+    @classmethod
+    def from_recipe(cls, recipe: str, **overrides: Any) -> "CompressionConfig":
+        """The settings of a named recipe, with single values replaced by `overrides`.
+
+        Args:
+            recipe: "default" or "paper" (the hyperparameters of arXiv 2411.09816 for language models).
+            **overrides: Fields of this class.
+
+        Raises:
+            ConfigError: If the recipe is unknown or a value is out of range.
+        """
+        _require(recipe in RECIPES, "recipe", recipe, "one of " + ", ".join(RECIPES))
+        return cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:  # noqa: FBT001 - a private assertion
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
+
+
+def parse_groups(text: str) -> tuple[tuple[int, int], ...]:
+    """Reads a group list such as "0-1,2-5,6" into ((0, 1), (2, 5), (6, 6)).
+
+    Raises:
+        ConfigError: If an item is not a block number or an ascending range.
+    """
+    groups = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
+        if match is None:
+            raise ConfigError(f"groups: {item!r} is not a block number or a range such as 2-5.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        _require(first <= last, "groups", item, "an ascending range such as 2-5")
+        groups.append((first, last))
+    return tuple(groups)
+
+
+def parse_size(text: str) -> int:
+    """Reads a size such as "5GB", "500MB" or "2GiB" into bytes.
+
+    Raises:
+        ConfigError: If the text is not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _SIZE_UNITS[(match[2] or "").upper()]) if match else 0
+    _require(size > 0, "size", text, "a positive number of bytes with an optional unit, such as 5GB or 500MB")
+    return size

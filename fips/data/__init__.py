@@ -1,0 +1,1 @@
+"""Texts: reading them, turning them into token windows."""

@@ -1,0 +1,1 @@
+"""What a compression cost: perplexity and sizes."""

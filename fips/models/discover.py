@@ -1,0 +1,53 @@
+"""Finds blocks and MLP matrices by structure, for architectures that are not in the table."""
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fips.errors import ArchitectureError
+from fips.models.arch import ArchSpec
+
+_INNER_NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """(input, output) features of a linear or Conv1D; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return int(module.nx), int(module.nf)
+    return None
+
+
+def discover(model: nn.Module) -> ArchSpec:
+    """Describes the longest list of equal blocks that hold matrices d → f and f → d with one shared f.
+
+    Raises:
+        ArchitectureError: If there is no such list.
+    """
+    best: tuple[int, ArchSpec] | None = None
+    inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(model.config, n, None), int)), None)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        found = _matrices(module[0], inner)
+        if found and (best is None or len(module) > best[0]):
+            best = len(module), ArchSpec(path, *found)
+    if best is None:
+        raise ArchitectureError(
+            f"no MLP matrix found in a {type(model).__name__}: expected blocks with linears d → f and f → d of one f."
+        )
+    return best[1]
+
+
+def _matrices(block: nn.Module, inner: int | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Names of the up and down matrices of one block, attention left out."""
+    shapes = {
+        name: shape
+        for name, module in block.named_modules()
+        if (shape := features(module)) and not any("attn" in p or "attention" in p for p in name.lower().split("."))
+    }
+    for down, (f, d) in shapes.items():
+        up = tuple(n for n, s in shapes.items() if s in ((d, f), (d, 2 * f)))
+        if up and (f == inner if inner else f > d):
+            return up, (down,)
+    return None

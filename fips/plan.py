@@ -1,0 +1,186 @@
+"""Everything that is known of a compression before anything is computed: the early refusals happen here."""
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fips.checkpoint.format import dtype_name
+from fips.checkpoint.source import Source
+from fips.config import CompressionConfig
+from fips.errors import ArchitectureError, ConfigError, FipsError
+from fips.models.sites import Site, architecture, blocks_of, find_sites
+from fips.models.skeleton import build_skeleton, map_names, require_tensors
+from fips.models.trace import BlockView
+from fips.stages.grouping import Group, group_blocks, plan_groups
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model that can be compressed, and how.
+
+    Attributes:
+        source: The dense checkpoint.
+        model: Its skeleton, parameters on meta.
+        names: Module tensor name → disk name.
+        groups: Groups with rank and non-zeros.
+        views: Its blocks.
+        blocks_path: Module path of the list of blocks.
+        found_by: "table" or "structure".
+        device: Where the mathematics runs.
+        dtype: dtype of the stored factors.
+        cast: dtype all floating-point tensors are stored in; None keeps each tensor's own.
+    """
+
+    source: Source
+    model: nn.Module
+    names: dict[str, str]
+    groups: tuple[Group, ...]
+    views: tuple[BlockView, ...]
+    blocks_path: str
+    found_by: str
+    device: str
+    dtype: torch.dtype
+    cast: torch.dtype | None
+
+    @property
+    def trunk(self) -> Any:
+        """The model without its head."""
+        return self.model.base_model
+
+    @property
+    def sites(self) -> list[Site]:
+        """All matrices that are compressed."""
+        return [site for group in self.groups for site in group.sites]
+
+    def outside_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Leaf modules of the trunk that belong to no block, with their paths."""
+        trunk_path = next(path for path, module in self.model.named_modules() if module is self.trunk)
+        inside = tuple(f"{view.path}." for view in self.views)
+        found = []
+        for path, module in self.trunk.named_modules():
+            full = ".".join(p for p in (trunk_path, path) if p)
+            if not any(f"{full}.".startswith(block) for block in inside) and not list(module.children()):
+                found.append((full, module))
+        return found
+
+    def output_bytes(self) -> int:
+        """Bytes of the compressed checkpoint, packed groups at their planned size."""
+        size = self.dtype.itemsize
+        replaced = {f"{site.disk_name}.weight" for site in self.sites}
+        kept = sum(self._stored_bytes(n) for n in self.source.infos if n not in replaced)
+        return kept + sum(g.plan.packed_bytes(size) for g in self.groups if g.plan)
+
+    def _stored_bytes(self, name: str) -> int:
+        info = self.source.infos[name]
+        if self.cast is None or not info.dtype.is_floating_point:
+            return info.bytes
+        return info.bytes // info.dtype.itemsize * self.cast.itemsize
+
+    def needed_disk(self) -> int:
+        """Bytes the run writes at its peak: packed parts beside the finished folder, and the side files."""
+        parts = sum(g.plan.packed_bytes(self.dtype.itemsize) for g in self.groups if g.plan)
+        side = sum((self.source.folder / f).stat().st_size for f in self.source.side_files())
+        return self.output_bytes() + parts + side
+
+
+def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: bool = False) -> Plan:
+    """Finds the matrices of a checkpoint, groups them, and refuses what cannot work.
+
+    Raises:
+        FipsError: One of its children, naming what is wrong.
+    """
+    device = resolve_device(config.device)
+    model = build_skeleton(load_config(source, trust_remote_code=trust_remote_code),
+                           trust_remote_code=trust_remote_code)  # fmt: skip
+    spec, found_by = architecture(model)
+    names = map_names(model, source.infos)
+    require_tensors(model, names)
+    sites = find_sites(model, names, config.include)
+    dtype = _stored_dtype(source, sites, config.dtype)
+    blocks = blocks_of(model, spec)
+    ranges = group_blocks(sites, len(blocks), config.group_size, config.groups)
+    groups = plan_groups(sites, ranges, config.budget, config.sparsity, dtype.itemsize)
+    views = tuple(
+        BlockView(i, path, block, tuple(s for s in sites if s.block == i)) for i, (path, block) in enumerate(blocks)
+    )
+    cast = None if config.dtype == "auto" else dtype
+    return Plan(source, model, names, tuple(groups), views, spec.blocks, found_by, device, dtype, cast)
+
+
+def load_config(source: Source, *, trust_remote_code: bool) -> Any:
+    """The transformers config of a source.
+
+    Raises:
+        ArchitectureError: If the type is unknown, needs remote code that is not trusted, or is no decoder model.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = source.config["model_type"]
+    remote = "AutoModelForCausalLM" in (source.config.get("auto_map") or {})
+    if kind not in CONFIG_MAPPING and not remote:
+        raise ArchitectureError(f"{source.name}: model type {kind!r} is unknown to transformers; is it up to date?")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        raise ArchitectureError(
+            f"{source.name}: model type {kind!r} needs Python code from the checkpoint. Read it, then pass "
+            "--trust-remote-code."
+        )
+    stated = (source.config.get("architectures") or [None])[0]
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if not remote and (causal is None or (stated is not None and stated != causal)):
+        raise ArchitectureError(
+            f"{source.name}: {stated or kind} is not a decoder language model; expected an architecture such as "
+            "LlamaForCausalLM."
+        )
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # configs run code of many models and raise anything
+        raise ArchitectureError(f"{source.name}: config.json is not usable: {error}") from error
+
+
+def resolve_device(name: str) -> str:
+    """A device that exists: "auto" takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        ConfigError: If the named device is not available.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return next(d for d in ("cuda", "mps", "cpu") if available[d])
+    if not available[name]:
+        raise ConfigError(f"device is {name!r}, which this machine or this torch build does not have.")
+    return name
+
+
+def _stored_dtype(source: Source, sites: list[Site], requested: str) -> torch.dtype:
+    dtypes = {source.infos[f"{site.disk_name}.weight"].dtype for site in sites}
+    if requested != "auto":
+        chosen: torch.dtype = getattr(torch, requested)
+        return chosen
+    if len(dtypes) > 1:
+        raise ConfigError(f"dtype is 'auto', but the MLP matrices have several ({dtypes}); name one with --dtype.")
+    dtype = dtypes.pop()
+    try:
+        dtype_name(dtype)
+    except FipsError as error:
+        raise ConfigError(f"{source.name}: {error} Choose one with --dtype.") from error
+    return dtype
+
+
+def versions() -> dict[str, str]:
+    """Versions a result depends on."""
+    import safetensors
+    import transformers
+
+    from fips import __version__
+
+    return {
+        "fips": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }

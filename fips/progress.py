@@ -1,0 +1,63 @@
+"""Progress on stderr: one bar per group, one line when a group is done."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows what a long run is doing.
+
+    Args:
+        verbosity: -1 silent, 0 bars and notes, 1 also details.
+        total: Number of groups, for the estimate of the time left.
+    """
+
+    def __init__(self, verbosity: int = 0, total: int = 0) -> None:
+        self.verbosity = verbosity
+        self.total = total
+        self._done = 0
+        self._started = time.monotonic()
+        self._bar: tqdm[None] | None = None
+
+    def note(self, text: str, level: int = 0) -> None:
+        """Prints a line if the verbosity allows."""
+        if self.verbosity >= level:
+            tqdm.write(text, file=sys.stderr)
+
+    def start_groups(self, total: int) -> None:
+        """Starts the clock for the estimate of the time left."""
+        self.total, self._done, self._started = total, 0, time.monotonic()
+
+    def start_group(self, label: str, steps: int) -> None:
+        """Opens the bar of a group."""
+        self._bar = tqdm(total=steps or None, desc=label, unit=" steps", file=sys.stderr, leave=False, disable=self.verbosity < 0)
+
+    def step(self, steps: int, loss: float | None = None) -> None:
+        """Advances the bar."""
+        if self._bar is None:
+            return
+        if loss is not None:
+            self._bar.set_postfix_str(f"error {loss:.4f}", refresh=False)
+        self._bar.update(steps)
+
+    def end_group(self, label: str, before: float, after: float, seconds: float) -> None:
+        """Closes the bar and prints the group's errors and the time left."""
+        self.close()
+        self._done += 1
+        left = (time.monotonic() - self._started) / self._done * (self.total - self._done)
+        more = f", about {_duration(left)} left" if self._done < self.total else ""
+        self.note(f"{label}: error {before:.4f} -> {after:.4f} in {_duration(seconds)}{more}")
+
+    def close(self) -> None:
+        """Closes an open bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,1 @@
+"""One file per step of the pipeline: data in, frozen dataclass out."""

@@ -1,0 +1,125 @@
+"""Calibration tokens: from a text, or sampled by the model itself."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fips.data.texts import Text
+from fips.data.windows import token_windows
+from fips.errors import CalibrationError
+
+_SAMPLING_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibration tokens and their provenance.
+
+    Attributes:
+        tokens: Token ids, (windows, length).
+        origin: File name, data set id, or "self".
+        sha256: Hash of the text, or of the tokens when the model sampled them.
+        bos: BOS rule.
+    """
+
+    tokens: Tensor
+    origin: str
+    sha256: str
+    bos: str
+
+    @classmethod
+    def sampled(cls, tokens: Tensor, bos: str) -> "Calibration":
+        """Tokens the model wrote itself, hashed as little-endian int64."""
+        return cls(tokens, "self", hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), bos)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the report records."""
+        windows, length = self.tokens.shape
+        return {
+            "origin": self.origin,
+            "sha256": self.sha256,
+            "tokens": windows * length,
+            "windows": windows,
+            "length": length,
+            "bos": self.bos,
+        }
+
+
+def sequence_length(requested: int, config: Any) -> int:
+    """The requested length, capped by the model's maximum."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return min(requested, limit) if isinstance(limit, int) and limit > 1 else requested
+
+
+def windows_of(text: Text, tokenizer: Any, length: int, count: int, bos: str, generator: torch.Generator) -> Tensor:
+    """Random windows of a text, in the order of the text.
+
+    Args:
+        text: The calibration text.
+        tokenizer: The model's tokenizer.
+        length: Tokens per window.
+        count: Windows wanted; fewer when the text is short.
+        bos: BOS rule, resolved.
+        generator: Chooses the windows.
+
+    Returns:
+        Token ids, (at most count, length).
+
+    Raises:
+        CalibrationError: If the text is shorter than one window.
+    """
+    windows = token_windows(text.content, tokenizer, length, bos)
+    if not len(windows):
+        raise CalibrationError(
+            f"{text.origin} has fewer tokens than one sequence of {length}. "
+            "Give more text or a smaller --sequence-length."
+        )
+    chosen = torch.randperm(len(windows), generator=generator)[:count].sort().values
+    return windows[chosen]
+
+
+@torch.no_grad()
+def sample_tokens(model: nn.Module, tokenizer: Any, length: int, count: int, seed: int) -> Tensor:
+    """Lets the model write its own calibration text: BOS, a random first token, then sampling at temperature 1.
+
+    This needs neither data nor network, and works about as well as real text for methods of this kind (data-free
+    quantization of language models, arXiv 2305.17888, section 3.1).
+
+    Args:
+        model: The dense model, loaded whole.
+        tokenizer: Its tokenizer.
+        length: Tokens per sequence.
+        count: Sequences.
+        seed: Seed of the first tokens and of the sampling.
+
+    Returns:
+        Token ids, (count, length), on the CPU.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    bos = tokenizer.bos_token_id
+    sampled = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for start in range(0, count, _SAMPLING_BATCH):
+            rows = min(_SAMPLING_BATCH, count - start)
+            first = torch.randint(len(tokenizer), (rows, 1), generator=generator)
+            prompt = first if bos is None else torch.cat([torch.full((rows, 1), bos), first], 1)
+            sampled.append(_continue(model, prompt.to(device), length).cpu())
+    return torch.cat(sampled)
+
+
+def _continue(model: Any, prompt: Tensor, length: int) -> Tensor:
+    from transformers import GenerationConfig
+
+    # No end-of-text token: a finished document is followed by the next one, as in real calibration text.
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - prompt.shape[1],
+        eos_token_id=None, pad_token_id=0, use_cache=True,
+    )  # fmt: skip
+    model.generation_config = GenerationConfig()
+    tokens: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    return tokens

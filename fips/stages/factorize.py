@@ -1,0 +1,42 @@
+"""Truncated SVD start of a group: one basis, one projection per matrix."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fips.linalg.basis import grow, leading_directions, moment, project
+from fips.stages.grouping import Group
+
+
+@dataclass(frozen=True)
+class FactorizedGroup:
+    """The factors of a group.
+
+    Attributes:
+        basis: U, (d, r).
+        projections: Module name of the linear → V, (r, f); zeros are exact zeros.
+        biases: Module name → bias that belongs to the factors, where the linear has one.
+    """
+
+    basis: Tensor
+    projections: dict[str, Tensor]
+    biases: dict[str, Tensor]
+
+
+def factorize(group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> FactorizedGroup:
+    """Truncated SVD of the group's matrices set side by side, grown when the rank exceeds d. Nothing is pruned.
+
+    Args:
+        group: The group and its plan.
+        weights: Module name → W, (d, f), float32.
+        biases: Module name → bias, where there is one.
+    """
+    if group.plan is None:
+        raise ValueError(f"group {group.name} has no matrix")
+    rank = group.plan.rank
+    U = leading_directions(moment(weights[s.name] for s in group.sites), rank)
+    first = weights[group.sites[0].name]
+    U = U.to(first.dtype).to(first.device)  # dtype first: MPS has no float64
+    projections = {s.name: project(U, weights[s.name], rank) for s in group.sites}
+    return FactorizedGroup(grow(U, rank), projections, dict(biases))

@@ -1,0 +1,99 @@
+"""Which blocks share a basis."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fips.errors import ConfigError
+from fips.linalg.budget import GroupPlan, check_smaller, plan_group
+from fips.models.sites import Site
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive blocks and the matrices in them that share one basis.
+
+    Attributes:
+        name: "blocks_<first>_<last>".
+        first: First block number.
+        last: Last block number.
+        sites: Its matrices; empty when nothing in these blocks is compressed.
+        plan: Rank and non-zeros; None without sites.
+    """
+
+    name: str
+    first: int
+    last: int
+    sites: tuple[Site, ...]
+    plan: GroupPlan | None
+
+
+def group_blocks(
+    sites: Sequence[Site], blocks: int, size: int, groups: Sequence[tuple[int, int]] | None
+) -> list[tuple[int, int]]:
+    """Ranges of consecutive blocks of one width.
+
+    Args:
+        sites: All matrices of the model.
+        blocks: Number of blocks.
+        size: Blocks per group; a width change starts a new group.
+        groups: Explicit (first, last) ranges instead.
+
+    Raises:
+        ConfigError: If explicit ranges overlap, leave a gap, exceed the model, or cross a width change.
+    """
+    widths = {site.block: site.d for site in sites}
+    if groups is not None:
+        _check_cover(groups, blocks)
+        for first, last in groups:
+            _check_width(first, last, widths)
+        return list(groups)
+    ranges: list[tuple[int, int]] = []
+    for block in range(blocks):
+        first = ranges[-1][0] if ranges else 0
+        same = {widths[b] for b in range(first, block + 1) if b in widths}
+        if not ranges or block - first >= size or len(same) > 1:
+            ranges.append((block, block))
+        else:
+            ranges[-1] = (first, block)
+    return ranges
+
+
+def _check_cover(groups: Sequence[tuple[int, int]], blocks: int) -> None:
+    expected = 0
+    for first, last in sorted(groups):
+        if first < expected:
+            raise ConfigError(f"groups: block {first} is in two groups.")
+        if first > expected:
+            raise ConfigError(f"groups: no group holds block {expected}; every block must be in one.")
+        expected = last + 1
+    if expected > blocks:
+        raise ConfigError(f"groups: block {expected - 1} does not exist; the model has blocks 0 to {blocks - 1}.")
+    if expected < blocks:
+        raise ConfigError(f"groups: no group holds block {expected}; the model has blocks 0 to {blocks - 1}.")
+    if list(groups) != sorted(groups):
+        raise ConfigError("groups: list the groups in the order of their blocks.")
+
+
+def _check_width(first: int, last: int, widths: dict[int, int]) -> None:
+    found = sorted({widths[b] for b in range(first, last + 1) if b in widths})
+    if len(found) > 1:
+        raise ConfigError(f"groups: {first}-{last} joins blocks of different width ({found}); split it there.")
+
+
+def plan_groups(
+    sites: Sequence[Site], ranges: Sequence[tuple[int, int]], budget: float, sparsity: float, itemsize: int
+) -> list[Group]:
+    """Groups with rank and non-zeros for the budget, each checked to be smaller than its dense matrices.
+
+    Raises:
+        ConfigError: If the budget leaves no rank or a packed group would not be smaller.
+    """
+    groups = []
+    for first, last in ranges:
+        name = f"blocks_{first}_{last}"
+        members = tuple(s for s in sites if first <= s.block <= last)
+        plan = plan_group(members[0].d, [s.f for s in members], budget, sparsity) if members else None
+        if plan is not None:
+            check_smaller(plan, itemsize, name)
+        groups.append(Group(name, first, last, members, plan))
+    return groups

@@ -1,0 +1,130 @@
+"""Prunes V gradually while U, V and the biases of a group are trained to reconstruct the dense outputs (Eq. 1)."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fips.config import CompressionConfig
+from fips.linalg.prune import PruningSchedule, largest_masks
+from fips.models.trace import BlockView
+from fips.stages.factorize import FactorizedGroup
+from fips.stages.grouping import Group
+from fips.stages.objective import GroupErrors, TrainableGroup, block_terms, group_errors, trace_group
+from fips.stages.stream import Stream
+
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A reconstructed group.
+
+    Attributes:
+        factors: U, sparse V and biases.
+        before: Relative output errors of the start: truncated SVD, pruned once to the same number of non-zeros.
+        after: Relative output errors of the result.
+        dead: Matrix name → input features that no calibration token ever activates.
+    """
+
+    factors: FactorizedGroup
+    before: dict[str, float]
+    after: dict[str, float]
+    dead: dict[str, int]
+
+
+def prune_once(factors: FactorizedGroup, keep: int) -> FactorizedGroup:
+    """Keeps the `keep` largest entries over all V of a group."""
+    masks = largest_masks(list(factors.projections.values()), keep)
+    pruned = {n: V * M for (n, V), M in zip(factors.projections.items(), masks, strict=True)}
+    return FactorizedGroup(factors.basis, pruned, factors.biases)
+
+
+def reconstruct(
+    group: Group,
+    views: Sequence[BlockView],
+    stream: Stream,
+    start: FactorizedGroup,
+    config: CompressionConfig,
+    progress: Progress,
+) -> Reconstruction:
+    """Joint reconstruction of one group.
+
+    Args:
+        group: The group and its plan.
+        views: Its blocks, materialized with the dense weights.
+        stream: Calibration stream at the group's first block.
+        start: Unpruned factors.
+        config: Settings.
+        progress: Called with (steps done, current loss).
+
+    Returns:
+        The result; the pruned start itself if training did not lower the error.
+    """
+    if group.plan is None:
+        raise ValueError(f"group {group.name} has no matrix")
+    pruned = prune_once(start, group.plan.keep)
+    before = group_errors(TrainableGroup(pruned, trainable=False), views, stream, config)
+    if config.steps == 0:
+        return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
+    trained = _train(group, views, stream, start, config, before, progress)
+    after = group_errors(TrainableGroup(trained, trainable=False), views, stream, config)
+    if after.total() > before.total() or not math.isfinite(after.total()):
+        return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
+    return Reconstruction(trained, before.relative(), after.relative(), before.dead)
+
+
+def _train(
+    group: Group,
+    views: Sequence[BlockView],
+    stream: Stream,
+    start: FactorizedGroup,
+    config: CompressionConfig,
+    before: GroupErrors,
+    progress: Progress,
+) -> FactorizedGroup:
+    assert group.plan is not None  # noqa: S101 - narrowed for the type checker; reconstruct() has checked
+    total = sum(V.numel() for V in start.projections.values())
+    schedule = PruningSchedule.over(config.schedule, 1 - group.plan.keep / total, config.steps, config.mask_interval)
+    model = TrainableGroup(start, trainable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps, eta_min=config.learning_rate / 1000)
+    batches = _batches(len(stream.dense), torch.Generator().manual_seed(config.seed + group.first))
+    for step in range(config.steps):
+        if schedule.updates_at(step):
+            model.prune_(total - round(schedule.sparsity(step) * total))
+        loss = _backward(model, views, stream, next(batches), config, before)
+        model.mask_gradients_()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.mask_()
+        decay.step()
+        progress(1, loss)
+    return model.factors()
+
+
+def _backward(
+    model: TrainableGroup,
+    views: Sequence[BlockView],
+    stream: Stream,
+    batch: int,
+    config: CompressionConfig,
+    before: GroupErrors,
+) -> float:
+    """Accumulates the gradients of one batch, block by block, and returns the mean relative error."""
+    loss = 0.0
+    for view, dense, ours in trace_group(model, views, stream, batch, config):
+        terms = block_terms(model, view, dense, ours, config)
+        part = sum(t.residual / before.scale(name) for name, t in terms.items()) / len(before.energy)
+        if isinstance(part, Tensor):
+            part.backward()
+            loss += float(part.detach())
+    return loss
+
+
+def _batches(count: int, generator: torch.Generator) -> Iterator[int]:
+    """Batch numbers, every batch once per epoch in random order."""
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
