@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from fips import _register
 
 if TYPE_CHECKING:
-    from fips.checkpoint.load import FipsConfig, load
-    from fips.config import CompressionConfig
+    from fips.checkpoint.load import load
+    from fips.checkpoint.quantizer import FipsConfig
+    from fips.config import CompressionConfig, EvaluationConfig
     from fips.errors import FipsError
     from fips.evaluation import evaluate
     from fips.inspection import inspect
@@ -25,13 +26,15 @@ _HOMES = {
     "inspect": "fips.inspection",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
-    "FipsConfig": "fips.checkpoint.load",
+    "EvaluationConfig": "fips.config",
+    "FipsConfig": "fips.checkpoint.quantizer",
     "FipsError": "fips.errors",
 }
 
 __all__ = [
     "CompressionConfig",
     "CompressionReport",
+    "EvaluationConfig",
     "FipsConfig",
     "FipsError",
     "__version__",

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 _REGISTRY = "transformers.quantizers.auto"
 
@@ -29,15 +30,19 @@ def register() -> None:
     _register(auto)
 
 
-def _register(auto: ModuleType) -> None:
-    if "fips" in auto.AUTO_QUANTIZER_MAPPING:
-        return
-    from fips.checkpoint.load import FipsConfig, FipsQuantizer
+def _register(auto: Any) -> None:
+    home = sys.modules.get("fips.checkpoint.quantizer")
+    if home is not None and not hasattr(home, "FipsQuantizer"):
+        return  # it is being imported right now and registers itself at its end
+    from fips.checkpoint.quantizer import FipsConfig, FipsQuantizer
 
+    if "fips" in auto.AUTO_QUANTIZER_MAPPING:  # asked only now: importing the module above may have registered
+        return
     auto.register_quantization_config("fips")(FipsConfig)
     auto.register_quantizer("fips")(FipsQuantizer)
     # Lets `from_pretrained(..., quantization_config=FipsConfig(runtime="packed"))` choose the runtime.
-    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, FipsConfig)
+    known: tuple[type, ...] = getattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES", ())
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*known, FipsConfig)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -13,6 +13,8 @@ SCHEDULES = ("accelerated", "zhu-gupta")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RECIPES = ("default", "paper")
+BOS_RULES = ("auto", "every", "first", "none")
+RUNTIMES = ("dense", "packed")
 
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -125,6 +127,41 @@ class CompressionConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON values."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Settings of an evaluation: with the text they make up its protocol.
+
+    Attributes:
+        text: Text file (.txt or .jsonl); exactly one of `text` and `dataset` is given.
+        dataset: Hub data set, "owner/name" or "owner/name:config"; its test split is used.
+        length: Tokens per window L, capped by the model's maximum.
+        bos: BOS in every window ("every"), before the text ("first"), "none", or as the tokenizer does ("auto").
+        device: Where the models run.
+        dtype: dtype the models run in; "auto" takes the checkpoint's.
+        runtime: How a compressed checkpoint is loaded, "dense" or "packed".
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    text: str | None = None
+    dataset: str | None = None
+    length: int = 2048
+    bos: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    runtime: str = "dense"
+
+    def __post_init__(self) -> None:
+        """Refuses values that cannot work."""
+        if (self.text is None) == (self.dataset is None):
+            raise ConfigError("name exactly one of a text file (--text) and a data set (--dataset) to evaluate on.")
+        _require(self.length >= 2, "length", self.length, "2 or more tokens per window")
+        choices = {"bos": BOS_RULES, "device": DEVICES, "dtype": DTYPES, "runtime": RUNTIMES}
+        for name, allowed in choices.items():
+            _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:  # noqa: FBT001 - a private assertion

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from fips.checkpoint.format import QUANT_METHOD
 from fips.checkpoint.load import load
 from fips.checkpoint.source import locate, read_config
-from fips.data.texts import Text, looks_like_file, read_dataset, read_text
-from fips.errors import ConfigError, FipsError, SourceError
+from fips.checkpoint.tokenizer import load_tokenizer
+from fips.config import EvaluationConfig
+from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
+from fips.errors import FipsError, SourceError
 from fips.evaluate.perplexity import Perplexity, perplexity
 from fips.inspection import sizes_of
 from fips.plan import resolve_device
@@ -84,14 +86,8 @@ class Evaluation:
 def evaluate(
     model: str | os.PathLike[str],
     baseline: str | os.PathLike[str] | None = None,
+    config: EvaluationConfig | None = None,
     *,
-    text: str | os.PathLike[str] | None = None,
-    dataset: str | None = None,
-    length: int = 2048,
-    bos: str = "auto",
-    device: str = "auto",
-    dtype: str = "auto",
-    runtime: str = "dense",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -100,72 +96,52 @@ def evaluate(
     Args:
         model: Folder or Hub id, compressed or dense.
         baseline: Dense checkpoint measured under the same protocol.
-        text: Text file; exactly one of `text` and `dataset` is given.
-        dataset: Hub data set, "owner/name" or "owner/name:config"; its test split is used.
-        length: Tokens per window L.
-        bos: BOS rule, see `fips.evaluate.perplexity`.
-        device: "auto", "cpu", "cuda" or "mps".
-        dtype: dtype the models run in; "auto" takes the checkpoint's.
-        runtime: How a compressed checkpoint is loaded, "dense" or "packed".
+        config: Text and protocol; the papers' WikiText-2 test set by default.
         trust_remote_code: Whether Python code in the checkpoints may run.
         progress: Where progress goes.
 
     Raises:
         FipsError: If an input is unusable, or a logit is not finite.
     """
-    if (text is None) == (dataset is None):
-        raise ConfigError("name exactly one of a text file and a data set to evaluate on.")
-    if length < 2:
-        raise ConfigError(f"length is {length}; expected 2 or more tokens per window.")
-    place, progress = resolve_device(device), progress or Progress(-1)
-    options = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    config, progress = config or EvaluationConfig(dataset=DEFAULT_DATASET), progress or Progress(-1)
+    device = resolve_device(config.device)
     folders = [locate(str(m)) for m in (model, baseline) if m is not None]
-    tokenizer = _tokenizer(folders[0], trust_remote_code)
-    read = read_text(Path(text), tokenizer) if text is not None else read_dataset(str(dataset), "test")
+    tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
+    if config.text is not None:
+        text = read_text(Path(config.text), tokenizer)
+    else:
+        text = read_dataset(str(config.dataset), "test")
     results = []
     for name, folder in zip((model, baseline), folders, strict=False):
         sizes = sizes_of(folder, trust_remote_code=trust_remote_code)
-        value = _measure(folder, tokenizer, read, (length, bos), place, runtime, options, progress)
+        progress.note(f"loading {name}")
+        loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)
+        value = _measure(loaded, tokenizer, text, config, progress)
+        del loaded
+        gc.collect()
         results.append(Measured(str(name), value, sizes))
     return Evaluation(results[0], results[1] if len(results) > 1 else None)
 
 
-def _measure(
-    folder: Path,
-    tokenizer: Any,
-    text: Text,
-    rule: tuple[int, str],
-    device: str,
-    runtime: str,
-    options: dict[str, Any],
-    progress: Progress,
-) -> Perplexity:
-    """Loads one model, measures it, and lets it go before the next is loaded."""
-    progress.note(f"loading {folder.name}")
-    model = _load(folder, runtime, options).to(device)
-    progress.start_group(f"perplexity of {folder.name}", 0)
+def _measure(model: Any, tokenizer: Any, text: Text, config: EvaluationConfig, progress: Progress) -> Perplexity:
+    progress.start_group("perplexity", 0)
     try:
-        return perplexity(model, tokenizer, text, *rule, advance=lambda n: progress.step(n, None))
+        return perplexity(model, tokenizer, text, config.length, config.bos, advance=progress.step)
     finally:
         progress.close()
-        del model
-        gc.collect()
 
 
-def _load(folder: Path, runtime: str, options: dict[str, Any]) -> Any:
+def _load(folder: Path, config: EvaluationConfig, *, trust_remote_code: bool) -> Any:
+    options = {
+        "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        "trust_remote_code": trust_remote_code,
+    }
     description = read_config(folder).get("quantization_config") or {}
     try:
         if description.get("quant_method") == QUANT_METHOD:
-            return load(folder, runtime, **options)
+            return load(folder, config.runtime, **options)
         return AutoModelForCausalLM.from_pretrained(folder, **options)
     except FipsError:
         raise
     except Exception as error:  # loading runs code of many models and raises anything
         raise SourceError(f"{folder} cannot be loaded: {error}") from error
-
-
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:  # noqa: FBT001 - private
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizer files of many kinds, and as many errors
-        raise SourceError(f"{folder}: no usable tokenizer beside the weights: {error}") from error

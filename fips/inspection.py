@@ -37,7 +37,7 @@ class Inspection:
     def table(self) -> str:
         """For a terminal: one row per matrix, then the sizes."""
         rows = [
-            [m["name"], group["name"], m["role"], f"{group['d']} x {m['f']}", str(group["rank"]), f"{m['sparsity']:.3f}"]
+            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", str(group["rank"]), f"{m['sparsity']:.3f}"]
             for group in self.groups
             for m in group["matrices"]
         ]
@@ -74,9 +74,9 @@ def inspect(
         stored = stored_tensors(weight_paths(folder))
         check_packed(groups, stored)
         sizes = compressed_sizes(groups, {name: info for name, (_, info) in stored.items()})
-        return Inspection(str(model), True, [_packed(group) for group in groups], sizes)
+        return Inspection(str(model), compressed=True, groups=[_packed(group) for group in groups], sizes=sizes)
     plan = make_plan(open_source(model, revision), config or CompressionConfig(), trust_remote_code=trust_remote_code)
-    return Inspection(str(model), False, _planned(plan), _planned_sizes(plan))
+    return Inspection(str(model), compressed=False, groups=_planned(plan), sizes=_planned_sizes(plan))
 
 
 def sizes_of(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
@@ -110,7 +110,7 @@ def _planned(plan: Plan) -> list[dict[str, Any]]:
         if group.plan is None:
             continue
         share = 1 - group.plan.keep / (group.plan.rank * sum(group.plan.widths))
-        matrices = [{"name": s.disk_name, "role": s.role, "f": s.f, "nnz": None, "sparsity": share} for s in group.sites]
+        matrices = [{"name": s.disk_name, "role": s.role, "f": s.f, "sparsity": share} for s in group.sites]
         dtype = str(plan.dtype).removeprefix("torch.")
         groups.append({"name": group.name, "d": group.plan.d, "rank": group.plan.rank, "dtype": dtype,
                        "matrices": matrices})  # fmt: skip

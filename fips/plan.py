@@ -31,6 +31,7 @@ class Plan:
         found_by: "table" or "structure".
         device: Where the mathematics runs.
         dtype: dtype of the stored factors.
+        trust_remote_code: Whether Python code in the checkpoint may run.
         cast: dtype all floating-point tensors are stored in; None keeps each tensor's own.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     device: str
     dtype: torch.dtype
     cast: torch.dtype | None
+    trust_remote_code: bool
 
     @property
     def trunk(self) -> Any:
@@ -107,7 +109,8 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
         BlockView(i, path, block, tuple(s for s in sites if s.block == i)) for i, (path, block) in enumerate(blocks)
     )
     cast = None if config.dtype == "auto" else dtype
-    return Plan(source, model, names, tuple(groups), views, spec.blocks, found_by, device, dtype, cast)
+    return Plan(source, model, names, tuple(groups), views, spec.blocks, found_by, device, dtype, cast,
+                trust_remote_code)  # fmt: skip
 
 
 def load_config(source: Source, *, trust_remote_code: bool) -> Any:

@@ -32,7 +32,8 @@ class Progress:
 
     def start_group(self, label: str, steps: int) -> None:
         """Opens the bar of a group."""
-        self._bar = tqdm(total=steps or None, desc=label, unit=" steps", file=sys.stderr, leave=False, disable=self.verbosity < 0)
+        hidden = self.verbosity < 0
+        self._bar = tqdm(total=steps or None, desc=label, unit=" steps", file=sys.stderr, leave=False, disable=hidden)
 
     def step(self, steps: int, loss: float | None = None) -> None:
         """Advances the bar."""

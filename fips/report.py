@@ -38,15 +38,11 @@ class Sizes:
     def rows(self) -> list[list[str]]:
         """Table rows: what, compressed, dense, share kept."""
         pairs = (
-            ("MLP parameters (non-zeros)", self.parameters, self.dense_parameters, str),
+            ("MLP parameters (non-zeros)", self.parameters, self.dense_parameters, _count),
             ("MLP matrices on disk", self.matrix_bytes, self.dense_matrix_bytes, human_bytes),
             ("checkpoint", self.checkpoint_bytes, self.dense_checkpoint_bytes, human_bytes),
         )
-        return [
-            [what, f"{ours:,}" if show is str else show(ours), f"{dense:,}" if show is str else show(dense),
-             f"{ours / dense:.3f}"]  # fmt: skip
-            for what, ours, dense, show in pairs
-        ]
+        return [[what, show(ours), show(dense), f"{ours / dense:.3f}"] for what, ours, dense, show in pairs]
 
 
 @dataclass(frozen=True)
@@ -148,6 +144,10 @@ class CompressionReport:
 
 def _mean(values: dict[str, float]) -> float:
     return sum(values.values()) / max(len(values), 1)
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
 
 
 def human_bytes(count: float) -> str:

@@ -120,7 +120,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if not flat.numel():
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _header(infos: list[tuple[str, TensorInfo]]) -> bytes:

@@ -150,7 +150,7 @@ def locate(model: str, revision: str | None = None) -> Path:
 
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     def fetch(patterns: list[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))

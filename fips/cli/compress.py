@@ -1,16 +1,17 @@
 """`fips compress`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from fips.cli.options import model_options, output_options, progress_of, show
+from fips.cli.options import Command, model_options, output_options, progress_of, show
 from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, CompressionConfig, parse_groups, parse_size
 
 _DEFAULT = CompressionConfig()
 
 
-def _setting(name: str, help_text: str, **kwargs: Any) -> Any:
+def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Command]:
     """An option whose default comes from the recipe: it stays None unless given."""
     default = getattr(_DEFAULT, name, None)
     shown = f"  [default: {default}]" if default is not None else ""
@@ -22,7 +23,7 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Any:
 @click.argument("out", type=click.Path(path_type=str))
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--recipe", type=click.Choice(RECIPES), default="default", show_default=True,
-              help="paper: exactly the hyperparameters of arXiv 2411.09816; single options still override.")  # fmt: skip
+              help="paper: the hyperparameters of arXiv 2411.09816; single options still override.")  # fmt: skip
 @_setting("budget", "Share of the MLP parameters kept: non-zeros of U and V.", type=float)
 @_setting("sparsity", "Share of zeros in V.", type=float)
 @_setting("group_size", "Consecutive blocks that share one basis.", type=int)
@@ -47,21 +48,20 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Any:
 @model_options
 @click.option("--overwrite", is_flag=True, help="Replace a model that lies at OUT.")
 @output_options
-def command(model: str, out: str, revision: str | None, recipe: str, overwrite: bool, trust_remote_code: bool,  # noqa: FBT001, PLR0913
-            as_json: bool, quiet: bool, verbose: bool, **settings: Any) -> None:  # noqa: FBT001  # fmt: skip
+def command(model: str, out: str, recipe: str, **options: Any) -> None:
     """Compress MODEL (a folder or Hub id) into the new folder OUT.
 
     What shrinks is the file: OUT stores every MLP as a shared basis and sparse projections, and loads with
     from_pretrained after `import fips`. Loaded the default way it runs at the dense model's speed and memory.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    run = {name: options.pop(name) for name in ("revision", "overwrite", "trust_remote_code")}
+    shown = {name: options.pop(name) for name in ("as_json", "quiet", "verbose")}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     for name, parse in (("groups", parse_groups), ("max_shard_size", parse_size)):
         if name in given:
             given[name] = parse(given[name])
     config = CompressionConfig.from_recipe(recipe, **given)
-    progress = progress_of(quiet=quiet, verbose=verbose)
+    progress = progress_of(quiet=shown["quiet"], verbose=shown["verbose"])
     from fips.pipeline import compress
 
-    report = compress(model, out, config, revision=revision, overwrite=overwrite,
-                      trust_remote_code=trust_remote_code, progress=progress)  # fmt: skip
-    show(report, as_json=as_json)
+    show(compress(model, out, config, **run, progress=progress), as_json=shown["as_json"])

@@ -5,10 +5,7 @@ from typing import Any
 import click
 
 from fips.cli.options import model_options, output_options, progress_of, show
-
-# Repeated from fips.data.windows and fips.checkpoint.load, which import torch; a test compares them.
-_BOS_RULES = ("auto", "every", "first", "none")
-_RUNTIMES = ("dense", "packed")
+from fips.config import BOS_RULES, RUNTIMES, EvaluationConfig
 
 
 @click.command("evaluate")
@@ -17,15 +14,18 @@ _RUNTIMES = ("dense", "packed")
 @click.option("--text", type=click.Path(path_type=str), help="Text file (.txt or .jsonl).")
 @click.option("--dataset", help="Hub data set, owner/name or owner/name:config; test split.")
 @click.option("--length", type=int, default=2048, show_default=True, help="Tokens per window, capped by the model.")
-@click.option("--bos", type=click.Choice(_BOS_RULES), default="auto", show_default=True,
+@click.option("--bos", type=click.Choice(BOS_RULES), default="auto", show_default=True,
               help="BOS in every window, before the text, or not; auto asks the tokenizer.")  # fmt: skip
-@click.option("--runtime", type=click.Choice(_RUNTIMES), default="dense", show_default=True,
+@click.option("--runtime", type=click.Choice(RUNTIMES), default="dense", show_default=True,
               help="How a compressed checkpoint is loaded.")  # fmt: skip
 @model_options
 @output_options
-def command(model: str, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:  # noqa: FBT001
+def command(model: str, baseline: str | None, **options: Any) -> None:
     """Perplexity of MODEL (compressed or dense) on a text, with its sizes and its protocol."""
-    progress = progress_of(quiet=quiet, verbose=verbose)
+    trust = options.pop("trust_remote_code")
+    shown = {name: options.pop(name) for name in ("as_json", "quiet", "verbose")}
+    config = EvaluationConfig(**options)
+    progress = progress_of(quiet=shown["quiet"], verbose=shown["verbose"])
     from fips.evaluation import evaluate
 
-    show(evaluate(model, **options, progress=progress), as_json=as_json)
+    show(evaluate(model, baseline, config, trust_remote_code=trust, progress=progress), as_json=shown["as_json"])

@@ -16,11 +16,10 @@ from fips.config import CompressionConfig
               help="For a dense checkpoint: blocks per group.")  # fmt: skip
 @click.option("--trust-remote-code", is_flag=True, help="Allow Python code that lies in the checkpoint to run.")
 @output_options
-def command(path: str, budget: float, sparsity: float, group_size: int, trust_remote_code: bool,  # noqa: FBT001, PLR0913
-            as_json: bool, quiet: bool, verbose: bool) -> None:  # noqa: FBT001  # fmt: skip
+def command(path: str, budget: float, sparsity: float, group_size: int, **flags: bool) -> None:
     """Show groups, rank, sparsity and sizes of the checkpoint at PATH, or what would be compressed in a dense one."""
     config = CompressionConfig(budget=budget, sparsity=sparsity, group_size=group_size)
-    progress_of(quiet=quiet, verbose=verbose)
+    progress_of(quiet=flags["quiet"], verbose=flags["verbose"])
     from fips.inspection import inspect
 
-    show(inspect(path, config, trust_remote_code=trust_remote_code), as_json=as_json)
+    show(inspect(path, config, trust_remote_code=flags["trust_remote_code"]), as_json=flags["as_json"])

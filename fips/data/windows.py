@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fips.config import BOS_RULES
 from fips.errors import ConfigError
-
-BOS_RULES = ("auto", "every", "first", "none")
 
 
 def resolve_bos(rule: str, tokenizer: Any) -> str:

@@ -107,13 +107,13 @@ def perplexity(
     return Perplexity(math.exp(min(total / predicted, 700.0)), protocol)
 
 
-def _negative_log_likelihood(model: nn.Module, window: Tensor, number: int) -> float:
+def _negative_log_likelihood(model: Any, window: Tensor, number: int) -> float:
     logits = model(input_ids=window, use_cache=False).logits[0, :-1]  # (L - 1, vocabulary)
     if not torch.isfinite(logits).all():
         raise NumericalError(f"window {number}: the model gives NaN or infinite logits; there is no perplexity.")
     # In slices, so that the float32 copy of a large vocabulary's logits stays small.
     losses = [
         nn.functional.cross_entropy(part.float(), target, reduction="none").double().sum()
-        for part, target in zip(logits.split(512), window[0, 1:].split(512), strict=True)
+        for part, target in zip(torch.split(logits, 512), torch.split(window[0, 1:], 512), strict=True)
     ]
     return float(sum(losses))

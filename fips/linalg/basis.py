@@ -32,7 +32,7 @@ def leading_directions(S: Tensor, rank: int) -> Tensor:
         Orthonormal columns by falling singular value, (d, min(rank, d)), float64. The sign of each column is
         fixed (largest entry positive), so equal inputs give equal factors.
     """
-    U = torch.linalg.eigh((S + S.T) / 2).eigenvectors.flip(1)[:, :rank]  # (d, min(r, d))
+    U: Tensor = torch.linalg.eigh((S + S.T) / 2).eigenvectors.flip(1)[:, :rank]  # (d, min(r, d))
     peak = U.gather(0, U.abs().argmax(0, keepdim=True))
     return U * torch.where(peak < 0, -1.0, 1.0)
 

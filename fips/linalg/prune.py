@@ -1,6 +1,6 @@
 """Gradual magnitude pruning: how much is pruned when, and which entries go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ def _low_half(bits: Tensor, high: int) -> Tensor:
     return bits[(bits >> 16) == high] & 0xFFFF
 
 
-def _select(parts, buckets: int, keep: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+def _select(parts: Callable[[], Iterable[Tensor]], buckets: int, keep: int) -> tuple[int, int]:
     """Bucket that holds the `keep`-th largest value, and how many values lie in buckets above it."""
     histogram = torch.zeros(buckets, dtype=torch.int64)
     for part in parts():

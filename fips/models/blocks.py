@@ -60,6 +60,7 @@ class Recorder(nn.Module):
             return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the arguments; the last recorder ends the pass."""
         self.hidden, self.call = _split(args, kwargs)
         if self._last:
             raise _Finished
@@ -137,11 +138,9 @@ def run_block(block: nn.Module, call: Call, hidden: Tensor, weights: dict[str, T
         The hidden state it passes on, (windows, length, d).
     """
     args, kwargs = call.with_hidden(hidden)
-    if weights:
-        out = torch.func.functional_call(block, weights, args, kwargs)
-    else:
-        out = block(*args, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    out = torch.func.functional_call(block, weights, args, kwargs) if weights else block(*args, **kwargs)
+    passed: Tensor = out[0] if isinstance(out, tuple) else out
+    return passed
 
 
 def share_equal(calls: Sequence[Call], earlier: Sequence[Call]) -> list[Call]:

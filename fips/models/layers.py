@@ -64,8 +64,9 @@ class CompressedLinear(nn.Module):
         bits = torch.empty(packed["rank"], (f + 7) // 8, dtype=torch.uint8)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.mask = nn.Parameter(bits, requires_grad=False)
-        bias = packed["bias"]
-        self.bias = None if bias is None else nn.Parameter(torch.empty(bias, dtype=packed["dtype"]), requires_grad=False)
+        self.bias = None
+        if packed["bias"] is not None:
+            self.bias = nn.Parameter(torch.empty(packed["bias"], dtype=packed["dtype"]), requires_grad=False)
 
     def basis(self) -> Tensor:
         """U on this layer's device, (d, r)."""

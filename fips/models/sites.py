@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -56,7 +57,7 @@ def from_canonical(W: Tensor, *, transposed: bool) -> Tensor:
     return W.T.contiguous() if transposed else W
 
 
-def architecture(model: nn.Module) -> tuple[ArchSpec, str]:
+def architecture(model: Any) -> tuple[ArchSpec, str]:
     """The model's `ArchSpec` and where it comes from: "table" or "structure".
 
     Raises:
@@ -125,7 +126,7 @@ def _matches(site: Site, glob: str) -> bool:
     return fnmatchcase(site.name, glob) or fnmatchcase(site.disk_name, glob)
 
 
-def _refuse_experts(model: nn.Module) -> None:
+def _refuse_experts(model: Any) -> None:
     config = model.config
     for key in _EXPERT_KEYS:
         if isinstance(getattr(config, key, None), int) and getattr(config, key) > 1:

@@ -15,7 +15,7 @@ from fips.errors import ArchitectureError, SourceError
 ReadTensor = Callable[[str], Tensor]
 
 
-def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> nn.Module:
+def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     """A causal language model in float32 with every parameter on meta and every buffer real.
 
     Args:
@@ -32,10 +32,10 @@ def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> nn.Module
             )
     except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ArchitectureError(f"cannot build a {config.model_type} language model from config.json: {first}") from error
+        raise ArchitectureError(f"config.json does not give a {config.model_type} language model: {first}") from error
     model.eval()
     model.config.use_cache = False
-    return model.requires_grad_(False)
+    return model.requires_grad_(requires_grad=False)
 
 
 def map_names(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
@@ -61,7 +61,7 @@ def map_names(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def disk_renamer(model: nn.Module) -> Callable[[str], str]:
+def disk_renamer(model: Any) -> Callable[[str], str]:
     """Function from a tensor's name on disk to its name in the model, as transformers renames when loading.
 
     It raises ArchitectureError for a tensor that would be converted, not only renamed.

@@ -82,14 +82,17 @@ def _dense(name: str, layer: CompressedLinear) -> nn.Module:
         raise FormatError(f"{name}: {error}") from error
     if not torch.isfinite(W).all():
         raise FormatError(f"{name}: the rebuilt weight holds NaN or infinite values; the checkpoint is damaged.")
+    kind: type[nn.Module]
     kind, transposed = layer.__dict__["_dense_type"]
     weight = from_canonical(W, transposed=transposed)
     with torch.device("meta"):
         f, d = W.shape[1], W.shape[0]
         out, into = (f, d) if layer.role == "up" else (d, f)
-        dense = kind(into, out, bias=layer.bias is not None) if issubclass(kind, nn.Linear) else kind(out, into)
+        linear = issubclass(kind, nn.Linear)
+        dense = kind(into, out, bias=layer.bias is not None) if linear else kind(out, into)
     dense.weight = nn.Parameter(weight)
-    dense.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach())
+    if layer.bias is not None:
+        dense.bias = nn.Parameter(layer.bias.detach())
     dense.train(layer.training)
     return dense
 

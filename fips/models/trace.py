@@ -1,6 +1,6 @@
 """What goes in and out of a block's MLP while the block runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ class BlockView:
     module: nn.Module
     sites: tuple[Site, ...]
 
-    def linear(self, site: Site) -> nn.Module:
+    def linear(self, site: Site) -> Any:
         """The linear of a site."""
         return self.module.get_submodule(self.inside(site.name))
 
@@ -125,21 +125,21 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _keep_input(trace: Trace, site: Site):  # type: ignore[no-untyped-def]
+def _keep_input(trace: Trace, site: Site) -> Callable[..., None]:
     def hook(_module: nn.Module, args: Sequence[Tensor]) -> None:
         trace.inputs[site.name] = _flat(args[0])
 
     return hook
 
 
-def _keep_output(trace: Trace, site: Site):  # type: ignore[no-untyped-def]
+def _keep_output(trace: Trace, site: Site) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Sequence[Tensor], output: Tensor) -> None:
         trace.outputs[site.name] = _flat(output)
 
     return hook
 
 
-def _keep_call(trace: Trace):  # type: ignore[no-untyped-def]
+def _keep_call(trace: Trace) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace.mlp_call = (args, kwargs)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fips.config import CompressionConfig
 from fips.linalg.prune import PruningSchedule, largest_masks
@@ -69,33 +68,46 @@ def reconstruct(
     before = group_errors(TrainableGroup(pruned, trainable=False), views, stream, config)
     if config.steps == 0:
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
-    trained = _train(group, views, stream, start, config, before, progress)
+    schedule = _schedule(config, group.plan.keep, start)
+    trained = _train(TrainableGroup(start, trainable=True), schedule, Batches(views, stream, config, before), progress)
     after = group_errors(TrainableGroup(trained, trainable=False), views, stream, config)
     if after.total() > before.total() or not math.isfinite(after.total()):
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
     return Reconstruction(trained, before.relative(), after.relative(), before.dead)
 
 
-def _train(
-    group: Group,
-    views: Sequence[BlockView],
-    stream: Stream,
-    start: FactorizedGroup,
-    config: CompressionConfig,
-    before: GroupErrors,
-    progress: Progress,
-) -> FactorizedGroup:
-    assert group.plan is not None  # noqa: S101 - narrowed for the type checker; reconstruct() has checked
+@dataclass(frozen=True)
+class Batches:
+    """What a step is computed from.
+
+    Attributes:
+        views: The group's blocks.
+        stream: Calibration stream at its first block.
+        config: Settings.
+        before: Errors of the start; their energies scale the loss.
+    """
+
+    views: Sequence[BlockView]
+    stream: Stream
+    config: CompressionConfig
+    before: GroupErrors
+
+
+def _schedule(config: CompressionConfig, keep: int, start: FactorizedGroup) -> PruningSchedule:
     total = sum(V.numel() for V in start.projections.values())
-    schedule = PruningSchedule.over(config.schedule, 1 - group.plan.keep / total, config.steps, config.mask_interval)
-    model = TrainableGroup(start, trainable=True)
+    return PruningSchedule.over(config.schedule, 1 - keep / total, config.steps, config.mask_interval)
+
+
+def _train(model: TrainableGroup, schedule: PruningSchedule, data: Batches, progress: Progress) -> FactorizedGroup:
+    config, total = data.config, sum(V.numel() for V in model.V.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps, eta_min=config.learning_rate / 1000)
-    batches = _batches(len(stream.dense), torch.Generator().manual_seed(config.seed + group.first))
+    generator = torch.Generator().manual_seed(config.seed + data.views[0].number)
+    batches = _batches(len(data.stream.dense), generator)
     for step in range(config.steps):
         if schedule.updates_at(step):
             model.prune_(total - round(schedule.sparsity(step) * total))
-        loss = _backward(model, views, stream, next(batches), config, before)
+        loss = _backward(model, data, next(batches))
         model.mask_gradients_()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -105,22 +117,15 @@ def _train(
     return model.factors()
 
 
-def _backward(
-    model: TrainableGroup,
-    views: Sequence[BlockView],
-    stream: Stream,
-    batch: int,
-    config: CompressionConfig,
-    before: GroupErrors,
-) -> float:
+def _backward(model: TrainableGroup, data: Batches, batch: int) -> float:
     """Accumulates the gradients of one batch, block by block, and returns the mean relative error."""
     loss = 0.0
-    for view, dense, ours in trace_group(model, views, stream, batch, config):
-        terms = block_terms(model, view, dense, ours, config)
-        part = sum(t.residual / before.scale(name) for name, t in terms.items()) / len(before.energy)
-        if isinstance(part, Tensor):
-            part.backward()
-            loss += float(part.detach())
+    for view, dense, ours in trace_group(model, data.views, data.stream, batch, data.config):
+        terms = block_terms(model, view, dense, ours, data.config)
+        part = torch.stack([t.residual / data.before.scale(name) for name, t in terms.items()]).sum()
+        part = part / len(data.before.energy)
+        torch.autograd.backward(part)
+        loss += float(part.detach())
     return loss
 
 

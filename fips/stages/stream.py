@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Stream:
 
 @torch.no_grad()
 def start_stream(
-    model: nn.Module, blocks: nn.ModuleList, tokens: Tensor, batch: int, device: str, *, separate: bool
+    model: Any, blocks: nn.ModuleList, tokens: Tensor, batch: int, device: str, *, separate: bool
 ) -> Stream:
     """Embeds the calibration tokens and records what the model passes to its blocks.
 
@@ -47,9 +48,10 @@ def start_stream(
         device: Where blocks run.
         separate: Whether to carry hidden states of the compressed prefix too.
     """
-    chunks = tokens.split(batch)
+    chunks: tuple[Tensor, ...] = torch.split(tokens, batch)
     tuples = returns_tuple(model, blocks, chunks[0][:1].to(device))
-    hidden, calls = [], []
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = []
     for number, chunk in enumerate(chunks):
         first, recorded = record_calls(model, blocks, chunk.to(device), tuples=tuples)
         check_finite(first, f"the embedding of calibration batch {number}")

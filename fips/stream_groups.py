@@ -1,0 +1,114 @@
+"""Streams the calibration text through the model and compresses one group of real blocks at a time."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fips.checkpoint.pack import PackedGroup, pack_group
+from fips.checkpoint.save import CheckpointWriter
+from fips.config import CompressionConfig
+from fips.models.sites import to_canonical
+from fips.models.skeleton import materialized
+from fips.models.trace import BlockView
+from fips.plan import Plan
+from fips.progress import Progress
+from fips.report import CompressionReport, GroupReport
+from fips.stages.calibration import Calibration
+from fips.stages.factorize import factorize
+from fips.stages.grouping import Group
+from fips.stages.reconstruct import Reconstruction, reconstruct
+from fips.stages.stream import Stream, advance, start_stream
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every step of a run needs.
+
+    Attributes:
+        plan: The model and its groups.
+        config: Settings.
+        report: Filled as groups are done.
+        progress: Where progress goes.
+    """
+
+    plan: Plan
+    config: CompressionConfig
+    report: CompressionReport
+    progress: Progress
+
+
+def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter) -> None:
+    """Streams the calibration text through the model, one group of real blocks at a time."""
+    plan, config = run.plan, run.config
+    blocks: Any = plan.model.get_submodule(plan.blocks_path)
+    batch = max(config.batch_tokens // calibration.tokens.shape[1], 1)
+    first = [(plan.views[0].path, plan.views[0].module)]
+    with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device):
+        stream = start_stream(plan.trunk, blocks, calibration.tokens, batch, plan.device,
+                              separate=config.inputs == "compressed")  # fmt: skip
+    groups = [g for g in plan.groups if g.sites]
+    last = groups[-1].last
+    run.progress.start_groups(len(groups))
+    for group in plan.groups:
+        if group.first > last:
+            break
+        views = plan.views[group.first : group.last + 1]
+        modules = [(view.path, view.module) for view in views]
+        with materialized(modules, plan.names, plan.source.read, plan.device):
+            packed = _compress_group(run, group, views, stream) if group.sites else None
+            if packed is not None:
+                writer.add(packed)
+            if group.last < last:
+                _advance(plan, stream, views, packed)
+
+
+def _compress_group(run: Run, group: Group, views: tuple[BlockView, ...], stream: Stream) -> PackedGroup:
+    """Factorizes, reconstructs and packs one group."""
+    started = time.monotonic()
+    label = f"blocks {group.first}-{group.last}"
+    run.progress.start_group(label, run.config.steps)
+    linears = {site.name: (site, view.linear(site)) for view in views for site in view.sites}
+    weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
+    biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
+    start = factorize(group, weights, biases)
+    del weights
+    result = reconstruct(group, views, stream, start, run.config, run.progress.step)
+    factors = result.factors
+    packed = pack_group(group.name, group.sites, factors.basis, factors.projections, factors.biases, run.plan.dtype)
+    entry = _group_report(group, packed, result, time.monotonic() - started)
+    run.report.groups.append(entry)
+    run.progress.end_group(label, entry.mean_before, entry.mean_after, entry.seconds)
+    return packed
+
+
+def _advance(plan: Plan, stream: Stream, views: tuple[BlockView, ...], packed: PackedGroup | None) -> None:
+    """Moves the stream behind the group: the dense path, and the compressed one with the weights as stored."""
+    replaced = {view.number: _stored_weights(plan, view, packed) for view in views} if packed else {}
+    for batch in range(len(stream.dense)):
+        compressed = advance(stream, views, batch, replaced) if stream.separate else None
+        stream.dense[batch] = advance(stream, views, batch, None)
+        if compressed is not None:
+            stream.compressed[batch] = compressed
+
+
+def _stored_weights(plan: Plan, view: BlockView, packed: PackedGroup) -> dict[str, torch.Tensor]:
+    weights = {}
+    for site in view.sites:
+        name = view.inside(site.name)
+        weights[f"{name}.weight"] = packed.weight(site).float().to(plan.device)
+        bias = packed.bias(site)
+        if bias is not None:
+            weights[f"{name}.bias"] = bias.float().to(plan.device)
+    return weights
+
+
+def _group_report(group: Group, packed: PackedGroup, result: Reconstruction, seconds: float) -> GroupReport:
+    info = packed.info
+    return GroupReport(
+        name=group.name, first=group.first, last=group.last, rank=info.rank,
+        sparsity={m.name: 1 - m.nnz / (info.rank * m.f) for m in info.members},
+        packed_bytes=info.packed_bytes(), ideal_bytes=info.ideal_bytes(), dense_bytes=info.dense_bytes(),
+        error_before=result.before, error_after=result.after, dead_features=result.dead, seconds=seconds,
+    )  # fmt: skip

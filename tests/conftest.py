@@ -1,0 +1,52 @@
+"""Shared fixtures: one thread, no network, one tiny compressed model per session."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+import fips
+from tests.families import random_text, write_model
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+SETTINGS = {
+    "group_size": 2, "calibration_tokens": 256, "sequence_length": 32, "batch_tokens": 64, "steps": 6,
+    "mask_interval": 1, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration text for the tiny tokenizer."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(random_text(600))
+    return path
+
+
+@pytest.fixture
+def settings(calibration: Path):
+    """Makes settings for a tiny run; keyword arguments override."""
+
+    def make(**overrides: object) -> fips.CompressionConfig:
+        return fips.CompressionConfig(**{**SETTINGS, "calibration": str(calibration), **overrides})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama checkpoint. Do not change it; copy it."""
+    return write_model("llama", tmp_path_factory.mktemp("llama") / "dense")
+
+
+@pytest.fixture(scope="session")
+def compressed(llama: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, compressed. Do not change it; copy it."""
+    out = tmp_path_factory.mktemp("compressed") / "out"
+    fips.compress(llama, out, fips.CompressionConfig(**SETTINGS, calibration=str(calibration)))
+    return out

@@ -1,0 +1,101 @@
+"""The contract of the architecture table: every family compresses, saves, loads, and gives the same logits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import fips
+from fips.checkpoint.source import open_source
+from fips.linalg.packing import unpack
+from fips.models.archs import ARCHITECTURES
+from fips.plan import make_plan
+from tests.families import FAMILIES, write_model
+
+IDS = torch.arange(3, 35)[None]
+
+
+def rebuilt(dense: Path, out: Path) -> torch.nn.Module:
+    """The source model with W = U V written into it by hand, from the stored tensors."""
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    stored = load_file(out / "model.safetensors")
+    plan = make_plan(open_source(dense), fips.CompressionConfig(group_size=2, device="cpu"))
+    sites = {site.disk_name: site for site in plan.sites}
+    for group in json.loads((out / "config.json").read_text())["quantization_config"]["groups"]:
+        U = stored[f"fips_bases.{group['name']}"].float()
+        for member in group["members"]:
+            site = sites[member["name"]]
+            V = unpack(stored[f"{site.disk_name}.weight"], stored[f"{site.disk_name}.mask"], site.f).float()
+            linear = model.get_submodule(site.name)
+            W = U @ V
+            with torch.no_grad():
+                linear.weight.copy_(W.T if site.transposed else W)
+                if f"{site.disk_name}.bias" in stored:
+                    linear.bias.copy_(stored[f"{site.disk_name}.bias"])
+    return model.eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS.to(next(model.parameters()).device)).logits
+
+
+def test_every_row_of_the_table_has_a_tiny_model() -> None:
+    assert set(FAMILIES) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compress_save_load_gives_the_saved_logits(family: str, tmp_path: Path, settings) -> None:
+    dense = write_model(family, tmp_path / "dense")
+    out = tmp_path / "out"
+    report = fips.compress(dense, out, settings())
+    assert report.verified
+    expected = logits(rebuilt(dense, out))
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(loaded), expected)
+    assert type(loaded.get_submodule(_first(dense))) is type(
+        AutoModelForCausalLM.from_pretrained(dense).get_submodule(_first(dense))
+    )
+    packed = fips.load(out, runtime="packed")
+    torch.testing.assert_close(logits(packed), expected, rtol=1e-4, atol=1e-5)
+    assert loaded.generate(IDS[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def _first(dense: Path) -> str:
+    return make_plan(open_source(dense), fips.CompressionConfig(device="cpu")).sites[0].name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_sites_are_found_and_reading_then_writing_changes_nothing(family: str, tmp_path: Path) -> None:
+    from fips.models.sites import from_canonical, to_canonical
+
+    dense = write_model(family, tmp_path / "dense")
+    plan = make_plan(open_source(dense), fips.CompressionConfig(device="cpu"))
+    per_block = len(ARCHITECTURES[family].up) + len(ARCHITECTURES[family].down)
+    assert len(plan.sites) == 3 * per_block
+    for site in plan.sites:
+        weight = plan.source.read(f"{site.disk_name}.weight")
+        W = to_canonical(weight, transposed=site.transposed)
+        assert W.shape == (site.d, site.f)
+        assert site.d == 32
+        assert torch.equal(from_canonical(W, transposed=site.transposed), weight)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_rank_without_zeros_gives_the_source_logits(family: str, tmp_path: Path, settings) -> None:
+    """A budget that keeps everything (r = d, s = 0); the size check is bypassed, as such a plan is refused."""
+    from fips.linalg.budget import GroupPlan
+    from fips.stages import grouping
+
+    dense = write_model(family, tmp_path / "dense")
+    whole = lambda d, widths, budget, sparsity: GroupPlan(d, tuple(widths), d, d * sum(widths))  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouping, "plan_group", whole)
+        patch.setattr(grouping, "check_smaller", lambda *_: None)
+        fips.compress(dense, tmp_path / "out", settings(steps=0))
+    expected = logits(AutoModelForCausalLM.from_pretrained(dense))
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
