@@ -1,6 +1,7 @@
 """Streams the calibration text through the model and compresses one group of real blocks at a time."""
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter
             break
         views = plan.views[group.first : group.last + 1]
         modules = [(view.path, view.module) for view in views]
-        with materialized(modules, plan.names, plan.source.read, plan.device):
+        with closing(run.progress), materialized(modules, plan.names, plan.source.read, plan.device):
             packed = _compress_group(run, group, views, stream) if group.sites else None
             if packed is not None:
                 writer.add(packed)

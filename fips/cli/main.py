@@ -52,7 +52,7 @@ def main() -> None:
     except FipsError as error:
         if "-v" in sys.argv or "--verbose" in sys.argv:
             traceback.print_exc()
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {' '.join(str(error).split())}", err=True)  # texts of other libraries have many lines
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted; nothing was written.", err=True)
