@@ -108,19 +108,27 @@ def describe(groups: tuple[PackedGroupInfo, ...]) -> dict[str, Any]:
     }
 
 
-def parse(description: Mapping[str, Any]) -> tuple[PackedGroupInfo, ...]:
-    """Reads `quantization_config` back, strictly.
+def check_version(version: object) -> None:
+    """Refuses a format this version of fips cannot read.
 
     Raises:
-        FormatError: If the version is unknown or newer, or any value is missing or of the wrong kind.
+        FormatError: Naming both versions.
     """
-    version = description.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise FormatError(f"config.json has format_version {version!r}; this fips reads version {FORMAT_VERSION}.")
     if version > FORMAT_VERSION:
         raise FormatError(
             f"the checkpoint has format_version {version}; this fips reads up to {FORMAT_VERSION}. Update fips."
         )
+
+
+def parse(description: Mapping[str, Any]) -> tuple[PackedGroupInfo, ...]:
+    """Reads `quantization_config` back, strictly.
+
+    Raises:
+        FormatError: If the version is unknown or newer, or any value is missing or of the wrong kind.
+    """
+    check_version(description.get("format_version"))
     groups = description.get("groups")
     if not isinstance(groups, list) or not groups:
         raise FormatError("config.json describes no packed group; the checkpoint is damaged.")

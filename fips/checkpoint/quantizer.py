@@ -13,12 +13,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fips import _register
-from fips.checkpoint.format import FORMAT_VERSION, QUANT_METHOD, PackedGroupInfo, parse
+from fips.checkpoint.format import FORMAT_VERSION, QUANT_METHOD, PackedGroupInfo, check_version, parse
 from fips.checkpoint.reload import check_packed, stored_tensors
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FormatError
 from fips.models.skeleton import disk_renamer
-from fips.models.surgery import LinearShape, densify_, install_
+from fips.models.surgery import LinearShape, check_values, densify_, install_
 
 
 class FipsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -35,6 +35,7 @@ class FipsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self, runtime: str = "dense", format_version: int = FORMAT_VERSION, groups: Any = None, **extra: Any
     ) -> None:
         extra.pop("quant_method", None)
+        check_version(format_version)  # before unknown settings, which a newer version may well have
         if extra:
             raise FormatError(f"config.json has unknown fips settings: {', '.join(sorted(extra))}.")
         if runtime not in RUNTIMES:
@@ -82,6 +83,8 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.quantization_config.runtime == "dense":
             densify_(model)
             self.remove_quantization_config(model)
+        else:
+            check_values(model)
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

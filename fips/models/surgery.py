@@ -73,6 +73,22 @@ def densify_(model: nn.Module, free: Callable[[], None] = lambda: None) -> None:
         del model.fips_bases
 
 
+def check_values(model: nn.Module) -> None:
+    """Refuses packed linears whose mask and values do not belong together or are not finite; offloaded ones wait.
+
+    Raises:
+        FormatError: Naming the linear.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, CompressedLinear) and "meta" not in (layer.weight.device.type, layer.mask.device.type):
+            try:
+                V = layer.projection()
+            except FormatError as error:
+                raise FormatError(f"{name}: {error}") from error
+            if not torch.isfinite(V).all():
+                raise FormatError(f"{name}: the values hold NaN or infinity; the checkpoint is damaged.")
+
+
 def _dense(name: str, layer: CompressedLinear) -> nn.Module:
     if "meta" in (layer.weight.device.type, layer.mask.device.type):
         raise FormatError(f"{name} is offloaded: load with runtime='packed', or export a dense checkpoint first.")
