@@ -77,8 +77,8 @@ def first_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(first_blocks: Path) -> tuple[Path, fips.CompressionReport]:
     """The cut model, compressed."""
     config = fips.CompressionConfig(
-        budget=0.7, calibration=str(TEXTS / "wiki_calib.txt"), calibration_tokens=2048, sequence_length=512,
-        batch_tokens=512, steps=8, mask_interval=1, device="cpu",
+        budget=0.7, sparsity=0.5, calibration=str(TEXTS / "wiki_calib.txt"), calibration_tokens=2048,
+        sequence_length=256, batch_tokens=256, steps=25, mask_interval=1, device="cpu",
     )  # fmt: skip
     out = first_blocks.with_name("compressed")
     return out, fips.compress(first_blocks, out, config)
