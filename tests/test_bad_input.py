@@ -190,6 +190,7 @@ def test_data_sets_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--text", "missing.txt"], 1, ["missing.txt", "no such text file"]),
     (["--text", "SHORT"], 1, ["short.txt", "fewer tokens than one window of 64"]),
     (["--text", "TEXT", "--baseline", "./missing"], 1, ["./missing", "no such folder"]),
+    (["--dataset", "owner/words"], 1, ["owner/words"]),
 ])  # fmt: skip
 def test_evaluations_that_cannot_be_done(options: list[str], code: int, words: list[str], llama: Path, tmp_path: Path,
                                          ) -> None:  # fmt: skip

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fips
 from fips.checkpoint.save import file_digest
-from tests.families import edit_config, write_model
+from fips.data.texts import DEFAULT_DATASET
+from tests.families import edit_config, random_text, write_model
 
 IDS = torch.arange(3, 35)[None]
 
@@ -229,3 +232,22 @@ def test_a_source_whose_config_names_its_dtype_the_old_way(llama: Path, settings
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "torch_dtype" not in config
+
+
+def test_calibration_that_nobody_named(llama: Path, settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub text where it can be had, else the model's own; the report says which."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    report = fips.compress(llama, tmp_path / "self", settings(calibration=None, steps=0))
+    assert report.calibration["origin"] == "self"
+    assert any("sampled from the model itself" in note for note in report.notes)
+    rows = [{"text": random_text(100, seed=s)} for s in range(9)]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: rows))
+    report = fips.compress(llama, tmp_path / "hub", settings(calibration=None, steps=0))
+    assert report.calibration["origin"] == f"{DEFAULT_DATASET}:train"
+    assert any(DEFAULT_DATASET in note for note in report.notes)
+
+
+def test_few_calibration_tokens_are_remarked(llama: Path, settings, tmp_path: Path) -> None:
+    few, enough = (fips.compress(llama, tmp_path / str(n), settings(calibration_tokens=n, steps=0)) for n in (64, 96))
+    assert any("64 calibration tokens are fewer than the 80 features" in note for note in few.notes)
+    assert not any("features of a matrix" in note for note in enough.notes)

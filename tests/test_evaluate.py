@@ -16,7 +16,7 @@ from fips.config import BOS_RULES
 from fips.data.windows import resolve_bos, token_windows
 from fips.errors import ConfigError
 from tests.command import refused, run
-from tests.families import random_text, tokenizer, write_model
+from tests.families import edit_config, random_text, tokenizer, write_model
 
 BOS = 1
 
@@ -180,4 +180,16 @@ def test_logits_that_are_not_finite_name_the_window(llama: Path, text: Path, tmp
     tensors["lm_head.weight"].mul_(1e38)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     refused("evaluate", model, "--text", text, "--device", "cpu", "-q", code=1, words=["window 0", "NaN or infinite"],
+            watched=tmp_path)  # fmt: skip
+
+
+def test_models_that_cannot_be_loaded(llama: Path, compressed: Path, text: Path, tmp_path: Path) -> None:
+    model, damaged = (Path(shutil.copytree(f, tmp_path / n)) for f, n in ((llama, "model"), (compressed, "damaged")))
+    edit_config(model, vocab_size=100)
+    refused("evaluate", model, "--text", text, "--device", "cpu", "-q", code=1, words=["model cannot be loaded"],
+            watched=tmp_path)  # fmt: skip
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.mask"][0, 0] ^= 1
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    refused("evaluate", damaged, "--text", text, "--device", "cpu", "-q", code=1, words=["up_proj", "mask counts"],
             watched=tmp_path)  # fmt: skip
