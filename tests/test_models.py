@@ -28,7 +28,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor, scale: float = 1.0, **_: Any) -> Any:
         out = hidden + scale * self.linear(hidden)
-        return (out, "attention") if self.tuples else out
+        return (out, "attention", None) if self.tuples else out
 
 
 class Trunk(nn.Module):
@@ -46,7 +46,9 @@ class Trunk(nn.Module):
                 out = block(hidden=None, scale=number)
             else:
                 out = block(hidden, number) if self.how == "position" else block(scale=number, hidden=hidden)
-            hidden = out[0] if isinstance(out, tuple) else out
+            if isinstance(out, tuple):
+                out, _attention, _state = out
+            hidden = out
         return hidden
 
 
@@ -54,8 +56,9 @@ class Trunk(nn.Module):
 @pytest.mark.parametrize("tuples", [True, False])
 def test_blocks_run_alone_give_what_the_model_gives(how: str, tuples: bool) -> None:
     trunk = Trunk(how, tuples=tuples)
-    assert returns_tuple(trunk, trunk.blocks, IDS) is tuples
-    hidden, calls = record_calls(trunk, trunk.blocks, IDS, tuples=tuples)
+    returned = returns_tuple(trunk, trunk.blocks, IDS)
+    assert returned == (3 if tuples else 0)
+    hidden, calls = record_calls(trunk, trunk.blocks, IDS, tuples=returned)
     assert torch.equal(hidden, trunk.embed(IDS))
     for block, call in zip(trunk.blocks, calls, strict=True):
         hidden = run_block(block, call, hidden)
@@ -66,16 +69,16 @@ def test_blocks_run_alone_give_what_the_model_gives(how: str, tuples: bool) -> N
 
 def test_models_whose_blocks_cannot_be_run_alone() -> None:
     with pytest.raises(ArchitectureError, match="Trunk does not run its blocks"):
-        record_calls(early := Trunk("early exit"), early.blocks, IDS, tuples=False)
+        record_calls(early := Trunk("early exit"), early.blocks, IDS, tuples=0)
     with pytest.raises(ArchitectureError, match="without a hidden state"):
-        record_calls(bare := Trunk("without"), bare.blocks, IDS, tuples=False)
+        record_calls(bare := Trunk("without"), bare.blocks, IDS, tuples=0)
 
 
 def test_the_blocks_are_put_back_after_an_error() -> None:
     trunk = Trunk("position")
     real = list(trunk.blocks)
     with pytest.raises(IndexError):
-        record_calls(trunk, trunk.blocks, torch.tensor([[1000]]), tuples=False)
+        record_calls(trunk, trunk.blocks, torch.tensor([[1000]]), tuples=0)
     assert list(trunk.blocks) == real
 
 
@@ -126,6 +129,8 @@ UNLISTED = {
     "cohere": models.cohere.CohereConfig(**SMALL, num_key_value_heads=2, pad_token_id=0),
     "granite": models.granite.GraniteConfig(**SMALL, num_key_value_heads=2),
     "bloom": models.bloom.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=96),
+    "rwkv": models.rwkv.RwkvConfig(hidden_size=32, attention_hidden_size=32, intermediate_size=80, num_hidden_layers=3,
+                                   vocab_size=96, context_length=64),
     "gptj": models.gptj.GPTJConfig(n_embd=32, n_layer=3, n_head=4, n_inner=80, rotary_dim=4, vocab_size=96,
                                    n_positions=64),
 }  # fmt: skip
@@ -147,6 +152,13 @@ def test_architectures_outside_the_table_are_found_by_structure(kind: str, setti
         dense, packed = (fips.load(tmp_path / "out", runtime=r)(input_ids=IDS).logits for r in ("dense", "packed"))
     torch.testing.assert_close(packed, dense, rtol=1e-4, atol=1e-5)
     assert torch.isfinite(dense).all()
+
+
+def test_mixers_are_no_mlps(settings, tmp_path: Path) -> None:
+    config = models.mamba.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    with pytest.raises(ArchitectureError, match="no MLP matrix found in a MambaForCausalLM"):
+        fips.compress(tmp_path / "dense", tmp_path / "out", settings())
 
 
 def test_only_a_block_in_the_middle(llama: Path, settings, tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ class Recorder(nn.Module):
     Attributes such as `attention_type`, which models read from their blocks, are the block's.
     """
 
-    def __init__(self, block: nn.Module, *, returns_tuple: bool, last: bool) -> None:
+    def __init__(self, block: nn.Module, *, returns: int, last: bool) -> None:
         super().__init__()
         self.__dict__["_block"] = block
-        self._returns_tuple = returns_tuple
+        self._returns = returns
         self._last = last
         self.call: Call | None = None
         self.hidden: Tensor | None = None
@@ -64,7 +64,7 @@ class Recorder(nn.Module):
         self.hidden, self.call = _split(args, kwargs)
         if self._last:
             raise _Finished
-        return (self.hidden,) if self._returns_tuple else self.hidden
+        return (self.hidden, *[None] * (self._returns - 1)) if self._returns else self.hidden
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
@@ -76,12 +76,15 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]
     return kwargs[name], Call((), {k: v for k, v in kwargs.items() if k != name}, name)
 
 
-def returns_tuple(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> bool:
-    """Learns from one real call of the first block (which must be materialized) what blocks return."""
+def returns_tuple(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> int:
+    """Length of the tuple that blocks return, 0 for a bare tensor; learned from one real call of the first block.
+
+    The first block must be materialized.
+    """
     seen: list[Any] = []
     handle = blocks[0].register_forward_hook(lambda _m, _a, out: seen.append(out))
     real = list(blocks)
-    stops = [Recorder(block, returns_tuple=False, last=True) for block in real[1:]]
+    stops = [Recorder(block, returns=0, last=True) for block in real[1:]]
     try:
         _replace_(blocks, [real[0], *stops])
         model(input_ids=tokens, use_cache=False)
@@ -90,7 +93,7 @@ def returns_tuple(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> bo
     finally:
         handle.remove()
         _replace_(blocks, real)
-    return isinstance(seen[0], tuple)
+    return len(seen[0]) if isinstance(seen[0], tuple) else 0
 
 
 def _replace_(blocks: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
@@ -99,7 +102,7 @@ def _replace_(blocks: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
 
 
 def record_calls(
-    model: nn.Module, blocks: nn.ModuleList, tokens: Tensor, *, tuples: bool
+    model: nn.Module, blocks: nn.ModuleList, tokens: Tensor, *, tuples: int
 ) -> tuple[Tensor, list[Call]]:
     """Hidden state that enters the first block, and the arguments of every block, for one batch of tokens.
 
@@ -107,10 +110,10 @@ def record_calls(
         model: The trunk (everything before the blocks materialized).
         blocks: Its list of blocks; replaced for the pass and put back.
         tokens: Token ids, (windows, length).
-        tuples: Whether the blocks return tuples, see `returns_tuple`.
+        tuples: Length of the tuples the blocks return, see `returns_tuple`.
     """
     real = list(blocks)
-    recorders = [Recorder(b, returns_tuple=tuples, last=i == len(real) - 1) for i, b in enumerate(real)]
+    recorders = [Recorder(b, returns=tuples, last=i == len(real) - 1) for i, b in enumerate(real)]
     try:
         _replace_(blocks, recorders)
         model(input_ids=tokens, use_cache=False)

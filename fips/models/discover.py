@@ -1,5 +1,7 @@
 """Finds blocks and MLP matrices by structure, for architectures that are not in the table."""
 
+import re
+
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -40,11 +42,11 @@ def discover(model: nn.Module) -> ArchSpec:
 
 
 def _matrices(block: nn.Module, inner: int | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Names of the up and down matrices of one block, attention left out."""
+    """Names of the up and down matrices of one block, attention and state-space mixers left out."""
     shapes = {
         name: shape
         for name, module in block.named_modules()
-        if (shape := features(module)) and not any("attn" in p or "attention" in p for p in name.lower().split("."))
+        if (shape := features(module)) and not re.search("attn|attention|mixer", name.lower())
     }
     for down, (f, d) in shapes.items():
         up = tuple(n for n, s in shapes.items() if s in ((d, f), (d, 2 * f)))
