@@ -1,5 +1,6 @@
 """What lies at OUT after an interruption, a failure, or an earlier model: the old whole or the new whole."""
 
+import errno
 import json
 import shutil
 import signal
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import fips
 from fips.checkpoint.workdir import output_folder
-from fips.errors import NumericalError
-from tests.command import QUICK, tree
+from fips.errors import NumericalError, OutputError
+from tests.command import QUICK, refused, tree
 from tests.families import write_model
 
 
@@ -86,6 +87,16 @@ def test_an_empty_folder_may_be_filled(llama: Path, settings, tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_disk_that_fills_up_on_the_way(llama: Path, calibration: Path, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fips.checkpoint.save.write_shards", full)
+    refused("compress", llama, tmp_path / "out", *QUICK, "--calibration", calibration, code=1, early=False,
+            words=["out cannot be written", "No space left on device"], watched=tmp_path)  # fmt: skip
+
+
 def test_an_old_folder_comes_back_when_the_new_one_cannot_be_put_in_place(tmp_path: Path,
                                                                          monkeypatch: pytest.MonkeyPatch,
                                                                          ) -> None:  # fmt: skip
@@ -100,7 +111,7 @@ def test_an_old_folder_comes_back_when_the_new_one_cannot_be_put_in_place(tmp_pa
         return real(self, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="disk failure"), output_folder(out) as folder:
+    with pytest.raises(OutputError, match="out cannot be written: disk failure"), output_folder(out) as folder:
         (folder / "new").write_text("new")
     assert tree(tmp_path) == {"out": b"", "out/old": b"old"}
 

@@ -51,6 +51,9 @@ def output_folder(out: Path) -> Iterator[Path]:
     """A hidden sibling of `out` to write into; it becomes `out` when the block ends without an error.
 
     Whatever happens before, `out` stays as it was and the sibling is removed.
+
+    Raises:
+        OutputError: If the disk is full or fails.
     """
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.fips-", dir=out.parent.resolve()))
     work.chmod(0o755)
@@ -58,6 +61,8 @@ def output_folder(out: Path) -> Iterator[Path]:
         yield work
         _sync(work)
         _publish(work, out)
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
