@@ -23,6 +23,7 @@ def main() -> None:
     source, texts = args.assets / "smollm2-135m-instruct", args.assets / "text"
     config = CompressionConfig(
         budget=0.7,
+        sparsity=0.5,
         dtype="bfloat16",
         calibration=str(texts / "wiki_calib.txt"),
         calibration_tokens=args.calibration_tokens,
