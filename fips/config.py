@@ -7,6 +7,7 @@ from typing import Any
 
 from fips.errors import ConfigError
 
+SOLVERS = ("moments", "gradient")
 OBJECTIVES = ("mlp", "linear")
 INPUTS = ("dense", "compressed")
 SCHEDULES = ("accelerated", "zhu-gupta")
@@ -16,11 +17,16 @@ RECIPES = ("default", "paper")
 BOS_RULES = ("auto", "every", "first", "none")
 RUNTIMES = ("dense", "packed")
 
+_GRADIENT_ONLY = frozenset(
+    {"objective", "schedule", "steps", "learning_rate", "weight_decay", "mask_interval"}
+)
+_MOMENTS_ONLY = frozenset({"rounds"})
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 # FiPS (arXiv 2411.09816), language models: 20 sequences of 8192 tokens, 800 steps of 8192 tokens, AdamW with
 # cosine decay, loss on the MLP output, inputs of the dense model, accelerated GMP with an update every 50 steps.
 _PAPER: dict[str, Any] = {
+    "solver": "gradient",
     "sparsity": 0.75,
     "group_size": 4,
     "calibration_tokens": 163_840,
@@ -49,10 +55,13 @@ class CompressionConfig:
         calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self").
         calibration_tokens: Tokens of calibration text.
         sequence_length: Tokens per calibration sequence, capped by the model's maximum.
-        objective: What is reconstructed: every linear's output (Eq. 1) or the output of the MLP.
+        solver: "moments": second-order solves on second moments of the activations. "gradient": the paper's AdamW on
+            the activations themselves.
+        rounds: Alternations of the moments solver at most.
+        objective: Gradient solver: what is reconstructed, every linear's output (Eq. 1) or the output of the MLP.
         inputs: Activations of the original model ("dense") or of the already compressed prefix ("compressed").
-        schedule: Gradual pruning: the paper's accelerated schedule or Zhu and Gupta's.
-        steps: Optimizer steps per group; 0 leaves the truncated SVD, pruned once.
+        schedule: Gradient solver: gradual pruning, the paper's accelerated schedule or Zhu and Gupta's.
+        steps: Gradient solver: optimizer steps per group. With either solver 0 leaves the truncated SVD, pruned once.
         batch_tokens: Tokens per step.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
@@ -74,6 +83,8 @@ class CompressionConfig:
     calibration: str | None = None
     calibration_tokens: int = 65_536
     sequence_length: int = 2048
+    solver: str = "moments"
+    rounds: int = 6
     objective: str = "mlp"
     inputs: str = "dense"
     schedule: str = "accelerated"
@@ -99,14 +110,15 @@ class CompressionConfig:
         _require(0 < self.learning_rate < 10, "learning_rate", self.learning_rate, "a positive number below 10")
         _require(0 <= self.weight_decay < 10, "weight_decay", self.weight_decay, "0 or more, below 10")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
-        for name in ("group_size", "calibration_tokens", "batch_tokens", "mask_interval", "max_shard_size"):
+        for name in ("group_size", "calibration_tokens", "batch_tokens", "mask_interval", "max_shard_size", "rounds"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
         wanted = f"at least one sequence ({self.sequence_length})"
         _require(self.calibration_tokens >= self.sequence_length, "calibration_tokens", self.calibration_tokens, wanted)
 
     def _check_choices(self) -> None:
-        choices = {"objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES, "device": DEVICES, "dtype": DTYPES}
+        choices = {"solver": SOLVERS, "objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES,
+                   "device": DEVICES, "dtype": DTYPES}  # fmt: skip
         for name, allowed in choices.items():
             _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
 
@@ -122,7 +134,13 @@ class CompressionConfig:
             ConfigError: If the recipe is unknown or a value is out of range.
         """
         _require(recipe in RECIPES, "recipe", recipe, "one of " + ", ".join(RECIPES))
-        return cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
+        config = cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
+        foreign = _GRADIENT_ONLY if config.solver == "moments" else _MOMENTS_ONLY
+        for name in foreign.intersection(overrides):
+            if not (name == "steps" and overrides[name] == 0):
+                other = "gradient" if config.solver == "moments" else "moments"
+                raise ConfigError(f"{name} is a setting of the {other} solver; add --solver {other}, or leave it out.")
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as JSON values."""

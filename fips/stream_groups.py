@@ -19,7 +19,9 @@ from fips.report import CompressionReport, GroupReport
 from fips.stages.calibration import Calibration
 from fips.stages.factorize import factorize
 from fips.stages.grouping import Group
+from fips.stages.moments import collect_moments
 from fips.stages.reconstruct import Reconstruction, reconstruct
+from fips.stages.solve import solve_group
 from fips.stages.stream import Stream, advance, start_stream
 
 
@@ -58,38 +60,57 @@ def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter
         views = plan.views[group.first : group.last + 1]
         modules = [(view.path, view.module) for view in views]
         with closing(run.progress), materialized(modules, plan.names, plan.source.read, plan.device):
-            packed = _compress_group(run, group, views, stream) if group.sites else None
+            packed, ahead = _compress_group(run, group, views, stream) if group.sites else (None, None)
             if packed is not None:
                 writer.add(packed)
             if group.last < last:
-                _advance(plan, stream, views, packed)
+                _advance(plan, stream, views, packed, ahead)
 
 
-def _compress_group(run: Run, group: Group, views: tuple[BlockView, ...], stream: Stream) -> PackedGroup:
-    """Factorizes, reconstructs and packs one group."""
+def _compress_group(
+    run: Run, group: Group, views: tuple[BlockView, ...], stream: Stream
+) -> tuple[PackedGroup, list[torch.Tensor] | None]:
+    """Factorizes, reconstructs and packs one group; also the dense hidden states behind it if they were computed."""
     started = time.monotonic()
     label = f"blocks {group.first}-{group.last}"
-    run.progress.start_group(label, run.config.steps)
-    linears = {site.name: (site, view.linear(site)) for view in views for site in view.sites}
-    weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
-    biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
-    start = factorize(group, weights, biases)
-    del weights
-    result = reconstruct(group, views, stream, start, run.config, run.progress.step)
+    result, ahead = _reconstruct(run, group, views, stream, label)
     factors = result.factors
     packed = pack_group(group.name, group.sites, factors.basis, factors.projections, factors.biases, run.plan.dtype)
     entry = _group_report(group, packed, result, time.monotonic() - started)
     run.report.groups.append(entry)
     run.progress.end_group(label, entry.mean_before, entry.mean_after, entry.seconds)
-    return packed
+    return packed, ahead
 
 
-def _advance(plan: Plan, stream: Stream, views: tuple[BlockView, ...], packed: PackedGroup | None) -> None:
+def _reconstruct(
+    run: Run, group: Group, views: tuple[BlockView, ...], stream: Stream, label: str
+) -> tuple[Reconstruction, list[torch.Tensor] | None]:
+    """Runs the chosen solver; without steps the truncated SVD is all there is."""
+    config, linears = run.config, {site.name: (site, view.linear(site)) for view in views for site in view.sites}
+    weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
+    biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
+    if config.solver == "moments" and config.steps > 0:
+        run.progress.start_group(label, config.rounds)
+        moments = collect_moments(views, stream)
+        return solve_group(group, weights, biases, moments, config, run.progress.step), moments.ahead
+    run.progress.start_group(label, config.steps)
+    start = factorize(group, weights, biases)
+    del weights
+    return reconstruct(group, views, stream, start, config, run.progress.step), None
+
+
+def _advance(
+    plan: Plan,
+    stream: Stream,
+    views: tuple[BlockView, ...],
+    packed: PackedGroup | None,
+    ahead: list[torch.Tensor] | None,
+) -> None:
     """Moves the stream behind the group: the dense path, and the compressed one with the weights as stored."""
     replaced = {view.number: _stored_weights(plan, view, packed) for view in views} if packed else {}
     for batch in range(len(stream.dense)):
         compressed = advance(stream, views, batch, replaced) if stream.separate else None
-        stream.dense[batch] = advance(stream, views, batch, None)
+        stream.dense[batch] = ahead[batch] if ahead else advance(stream, views, batch, None)
         if compressed is not None:
             stream.compressed[batch] = compressed
 

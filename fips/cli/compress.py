@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from fips.cli.options import Command, model_options, output_options, progress_of, show
-from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, CompressionConfig, parse_groups, parse_size
+from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, SOLVERS, CompressionConfig, parse_groups, parse_size
 
 _DEFAULT = CompressionConfig()
 
@@ -33,16 +33,19 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
           "samples its own. Without it: a Hub text when online, else self.", type=str)  # fmt: skip
 @_setting("calibration_tokens", "Tokens of calibration text.", type=int)
 @_setting("sequence_length", "Tokens per calibration sequence, capped by the model's maximum.", type=int)
-@_setting("objective", "What is reconstructed: the MLP's output, or every linear's (Eq. 1).",
+@_setting("solver", "moments: second-order solves on the activations' second moments; gradient: the paper's AdamW.",
+          type=click.Choice(SOLVERS))  # fmt: skip
+@_setting("rounds", "Moments solver: alternations at most.", type=int)
+@_setting("objective", "Gradient solver: what is reconstructed, the MLP's output, or every linear's (Eq. 1).",
           type=click.Choice(OBJECTIVES))  # fmt: skip
 @_setting("inputs", "Calibration activations: of the dense model, or of the compressed prefix.",
           type=click.Choice(INPUTS))  # fmt: skip
-@_setting("schedule", "Gradual pruning schedule.", type=click.Choice(SCHEDULES))
-@_setting("steps", "Optimizer steps per group; 0 leaves the truncated SVD.", type=int)
-@_setting("batch_tokens", "Tokens per step, in whole sequences.", type=int)
-@_setting("learning_rate", "Peak learning rate of AdamW; cosine decay.", type=float)
-@_setting("weight_decay", "Weight decay of AdamW.", type=float)
-@_setting("mask_interval", "Steps between two mask updates.", type=int)
+@_setting("schedule", "Gradient solver: gradual pruning schedule.", type=click.Choice(SCHEDULES))
+@_setting("steps", "Gradient solver: steps per group. 0, with either solver: truncated SVD.", type=int)
+@_setting("batch_tokens", "Tokens per batch, in whole sequences.", type=int)
+@_setting("learning_rate", "Gradient solver: peak learning rate of AdamW; cosine decay.", type=float)
+@_setting("weight_decay", "Gradient solver: weight decay of AdamW.", type=float)
+@_setting("mask_interval", "Gradient solver: steps between two mask updates.", type=int)
 @_setting("seed", "Seed of every random draw.", type=int)
 @_setting("max_shard_size", "Largest weights file, such as 5GB.", type=str)
 @model_options

@@ -1,0 +1,165 @@
+"""One calibration pass of a group: second moments of every matrix's input. No activation is kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fips.linalg.quadratic import Quadratic, damped, on_cpu_where_needed
+from fips.models.sites import Site
+from fips.models.trace import BlockView, trace_block
+from fips.stages.stream import Stream, check_finite
+
+
+@dataclass
+class Moments:
+    """Second moments of the input of one or several matrices, per token, summed in float64 where it exists.
+
+    Attributes:
+        second: E[z zᵀ] of the input the compressed matrix will see, (features, features).
+        mean: E[z], (features,).
+        cross: E[x zᵀ] with x the dense model's input; None when z is x.
+        dense_mean: E[x], (features,); None when z is x.
+        tokens: Tokens seen.
+        alive: Features that any token activates.
+    """
+
+    second: Tensor
+    mean: Tensor
+    cross: Tensor | None
+    dense_mean: Tensor | None
+    tokens: int
+    alive: Tensor
+
+    @classmethod
+    def empty(cls, features: int, device: str, *, crossed: bool) -> "Moments":
+        """No token yet."""
+        dtype = torch.float32 if device == "mps" else torch.float64
+        square = torch.zeros(features, features, dtype=dtype, device=device)
+        vector = square[0].clone()
+        alive = torch.zeros(features, dtype=torch.bool, device=device)
+        return cls(square, vector, square.clone() if crossed else None, vector.clone() if crossed else None, 0, alive)
+
+    def add(self, z: Tensor, x: Tensor) -> None:
+        """Adds a batch: z, x of shape (tokens, features) in float32."""
+        self.second += (z.T @ z).to(self.second.dtype)
+        self.mean += z.sum(0, dtype=self.mean.dtype)
+        if self.cross is not None and self.dense_mean is not None:
+            self.cross += (x.T @ z).to(self.cross.dtype)
+            self.dense_mean += x.sum(0, dtype=self.dense_mean.dtype)
+        self.alive |= (z != 0).any(0)
+        self.tokens += len(z)
+
+    def centered(self) -> tuple[Tensor, Tensor | None]:
+        """Covariances of z, and of x with z: what counts where a bias takes up the mean."""
+        mean = self.mean / self.tokens
+        second = self.second / self.tokens - mean.outer(mean)
+        if self.cross is None or self.dense_mean is None:
+            return second, None
+        return second, self.cross / self.tokens - (self.dense_mean / self.tokens).outer(mean)
+
+    def plain(self) -> tuple[Tensor, Tensor | None]:
+        """E[z zᵀ] and E[x zᵀ]."""
+        return self.second / self.tokens, None if self.cross is None else self.cross / self.tokens
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """Moments of a group.
+
+    Attributes:
+        of: Matrix name → its moments; gate and up of a block share one object.
+        ahead: Hidden states of the dense model after the group, per batch.
+    """
+
+    of: dict[str, Moments]
+    ahead: list[Tensor]
+
+
+@torch.no_grad()
+def collect_moments(views: Sequence[BlockView], stream: Stream) -> GroupMoments:
+    """Runs the calibration stream through a group's dense blocks once.
+
+    With inputs of the compressed prefix the same dense blocks also run on its hidden states, and the moments are
+    those of its activations, with cross moments to the dense ones.
+
+    Raises:
+        NumericalError: If a block's output is not finite.
+    """
+    of: dict[str, Moments] = {}
+    ahead = []
+    for batch in range(len(stream.dense)):
+        hidden = stream.dense[batch].to(stream.device)
+        prefix = stream.compressed[batch].to(stream.device) if stream.separate else hidden
+        for view in views:
+            call = stream.calls[batch][view.number]
+            dense = trace_block(view, call, hidden)
+            ours = trace_block(view, call, prefix) if stream.separate else dense
+            check_finite(dense.hidden, f"the output of block {view.number} ({view.path})")
+            _add(of, view, dense.inputs, ours.inputs, crossed=stream.separate)
+            hidden, prefix = dense.hidden, ours.hidden
+        ahead.append(hidden.cpu())
+    return GroupMoments(of, ahead)
+
+
+def _add(
+    of: dict[str, Moments], view: BlockView, dense: dict[str, Tensor], ours: dict[str, Tensor], *, crossed: bool
+) -> None:
+    """Adds one batch of one block; matrices that were given the same tensor share one set of moments."""
+    seen: dict[int, str] = {}
+    for site in view.sites:
+        x, z = dense[site.name], ours[site.name]
+        first = seen.setdefault(z.data_ptr(), site.name)
+        if first != site.name and of.get(site.name, of[first]) is of[first]:
+            of[site.name] = of[first]
+            continue
+        if site.name not in of:
+            of[site.name] = Moments.empty(z.shape[1], z.device.type, crossed=crossed)
+        of[site.name].add(z, x)
+
+
+class MetricCache:
+    """Damped moments in float32; matrices that share moments get the very same tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool], tuple[Tensor, Tensor | None]] = {}
+
+    def quadratic(self, site: Site, W: Tensor, moments: Moments, *, has_bias: bool) -> Quadratic:
+        """Eq. 1 of one matrix.
+
+        With cross moments the target is W regressed on the compressed prefix's inputs: E‖W x - U V z‖² is, up to a
+        constant, the error to that target in the metric of z.
+        """
+        key = (id(moments), has_bias)
+        if key not in self._known:
+            second, cross = moments.centered() if has_bias else moments.plain()
+            self._known[key] = (damped(second).float(), None if cross is None else _regression(second, cross))
+        metric, regression = self._known[key]
+        if regression is not None:
+            W = regression.T @ W if site.role == "up" else W @ regression
+        return Quadratic(W, metric, None) if site.role == "up" else Quadratic(W, None, metric)
+
+
+def _regression(second: Tensor, cross: Tensor) -> Tensor:
+    """(E[x zᵀ] + δI)(E[z zᵀ] + δI)⁻¹ in float64: the best linear guess of x from z, (features, features)."""
+    A, S, C = (on_cpu_where_needed(t).double() for t in (damped(second), second, cross))
+    # The damping pulls the guess towards z itself.
+    guess: Tensor = torch.linalg.solve(A, (C + A - S).T).T
+    return guess.float().to(second.device)
+
+
+def corrected_bias(site: Site, bias: Tensor, dense: Tensor, ours: Tensor, moments: Moments) -> Tensor:
+    """The bias that makes the mean output right: b + W E[x] - (U V) E[z]; free, and exact on the calibration data.
+
+    Args:
+        site: The matrix.
+        bias: b.
+        dense: W, (d, f).
+        ours: U V, (d, f).
+        moments: Moments of its input.
+    """
+    z = (moments.mean / moments.tokens).to(bias.dtype)
+    x = z if moments.dense_mean is None else (moments.dense_mean / moments.tokens).to(bias.dtype)
+    W, new = (dense.T, ours.T) if site.role == "up" else (dense, ours)
+    return bias + W @ x - new @ z
