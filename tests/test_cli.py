@@ -63,8 +63,8 @@ def test_every_option_reaches_the_settings(llama: Path, calibration: Path, tmp_p
              "batch_tokens": 32, "learning_rate": 0.002, "weight_decay": 0.01, "mask_interval": 2, "seed": 7,
              "device": "cpu", "dtype": "bfloat16"}  # fmt: skip
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
-    done = run("compress", llama, tmp_path / "out", *options, "--groups", "0-1,2", "--max-shard-size", "1MiB",
-               "--include", "*.gate_proj", "--include", "*.down_proj", "--json", "-q")  # fmt: skip
+    done = run("compress", llama, tmp_path / "out", "--recipe", "paper", *options, "--groups", "0-1,2",
+               "--max-shard-size", "1MiB", "--include", "*.gate_proj", "--include", "*.down_proj", "--json", "-q")  # fmt: skip
     assert done.code == 0, done.err
     settings = json.loads(done.out)["settings"]
     assert {name: settings[name] for name in given} == given
@@ -91,8 +91,8 @@ def test_the_papers_recipe(llama: Path, calibration: Path, tmp_path: Path) -> No
 
 
 def test_options_given_before_the_recipe_override_it_too(llama: Path, calibration: Path, tmp_path: Path) -> None:
-    done = run("compress", llama, tmp_path / "out", *QUICK, "--learning-rate", "0.01", "--recipe", "paper",
-               "--calibration", calibration, "--json", "-q")  # fmt: skip
+    done = run("compress", llama, tmp_path / "out", *QUICK, "--steps", "6", "--learning-rate", "0.01", "--recipe",
+               "paper", "--calibration", calibration, "--json", "-q")  # fmt: skip
     settings = json.loads(done.out)["settings"]
     assert (settings["steps"], settings["learning_rate"], settings["weight_decay"]) == (6, 0.01, 0.1)
 

@@ -22,9 +22,11 @@ from tests.families import write_model
 
 def begin(llama: Path, calibration: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """Starts a run that would take very long, and returns when it has begun to write."""
-    argv = [llama, out, *QUICK, "--steps", "1000000", "--calibration", calibration, *options]
+    argv = [llama, out, *QUICK, "--recipe", "paper", "--steps", "1000000", "--calibration", calibration, *options]
+    # A test run in the background ignores Ctrl-C, and so would its children.
     process = subprocess.Popen([sys.executable, "-m", "fips", "compress", *map(str, argv)], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
     deadline = time.monotonic() + 120
     while not any(p.name.startswith(".") for p in out.parent.iterdir()):
         assert process.poll() is None, process.communicate()
