@@ -64,7 +64,8 @@ def test_every_option_reaches_the_settings(llama: Path, calibration: Path, tmp_p
              "device": "cpu", "dtype": "bfloat16"}  # fmt: skip
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     done = run("compress", llama, tmp_path / "out", "--recipe", "paper", *options, "--groups", "0-1,2",
-               "--max-shard-size", "1MiB", "--include", "*.gate_proj", "--include", "*.down_proj", "--json", "-q")  # fmt: skip
+               "--max-shard-size", "1MiB", "--include", "*.gate_proj", "--include", "*.down_proj", "--json",
+               "-q")  # fmt: skip
     assert done.code == 0, done.err
     settings = json.loads(done.out)["settings"]
     assert {name: settings[name] for name in given} == given
