@@ -56,7 +56,7 @@ def compress(
     check_output(out, source.folder, overwrite=overwrite)
     plan = make_plan(source, config, trust_remote_code=trust_remote_code)
     check_space(out, plan.needed_disk())
-    source.require_finite(source.infos)
+    source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
     calibration = calibrate(plan, config, report, progress)
@@ -65,7 +65,7 @@ def compress(
         compress_groups(Run(plan, config, report, progress), calibration, writer)
         writer.finish(config.max_shard_size)
         progress.note("verifying the written checkpoint bit by bit")
-        verify_written(writer, plan.model, plan.names)
+        verify_written(writer)
         _finish_report(report, writer, started)
         write_json(folder / REPORT_NAME, report.to_dict())
         write_card(folder, report)

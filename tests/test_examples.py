@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SMALL = ("--calibration-tokens", "128", "--sequence-length", "32", "--steps", "2")
+SMALL = ("--calibration-tokens", "128", "--sequence-length", "32", "--rounds", "1")
 
 
 def _run(name: str, *arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":

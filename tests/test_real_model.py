@@ -145,9 +145,9 @@ def test_a_fresh_process_loads_it_and_generates(run, tmp_path: Path) -> None:
 
 
 def test_demo_prints_sizes_and_both_perplexities(tmp_path: Path) -> None:
-    """The whole model through examples/demo.py, with one step per group and a short evaluation text."""
+    """The whole model through examples/demo.py, with one round per group and a short evaluation text."""
     command = [sys.executable, ROOT / "examples" / "demo.py", "--assets", ASSETS, "--out", tmp_path / "out",
-               "--calibration-tokens", "1024", "--steps", "1", "--eval-characters", "12000"]  # fmt: skip
+               "--calibration-tokens", "1024", "--rounds", "1", "--eval-characters", "12000"]  # fmt: skip
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     rows = {}

@@ -8,7 +8,6 @@ import torch
 
 from fips.checkpoint.safetensors_io import TensorInfo
 from fips.errors import FormatError
-from fips.linalg.budget import mask_bytes
 
 QUANT_METHOD = "fips"
 FORMAT_VERSION = 1
@@ -76,10 +75,6 @@ class PackedGroupInfo:
         """Values and basis plus exactly one bit per mask entry."""
         size = _DTYPE_NAMES[self.dtype].itemsize
         return self.parameters() * size + sum(self.rank * m.f for m in self.members) // 8
-
-    def mask_bytes(self) -> int:
-        """Bytes of the masks."""
-        return sum(mask_bytes(self.rank, m.f) for m in self.members)
 
 
 def basis_key(group: str) -> str:

@@ -14,7 +14,6 @@ from fips.checkpoint.format import PackedGroupInfo, describe
 from fips.checkpoint.pack import PackedGroup
 from fips.checkpoint.safetensors_io import Entry, TensorInfo, read_tensor, write_file
 from fips.checkpoint.source import Source
-from fips.errors import NumericalError
 
 _PARTS = ".parts"
 
@@ -78,18 +77,11 @@ class CheckpointWriter:
     def _source_entry(self, name: str) -> Entry:
         info = self.source.infos[name]
         dtype = self.dtype if self.dtype is not None and info.dtype.is_floating_point else info.dtype
-        return Entry(TensorInfo(dtype, info.shape), lambda: _cast(name, self.source.read(name), dtype))
+        return Entry(TensorInfo(dtype, info.shape), lambda: self.source.read(name).to(dtype))
 
 
 def _info(tensor: Tensor) -> TensorInfo:
     return TensorInfo(tensor.dtype, tuple(tensor.shape))
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.to(dtype)
-    if cast is not tensor and not torch.isfinite(cast).all():
-        raise NumericalError(f"{name} does not fit into {dtype}; store as bfloat16 or float32 instead.")
-    return cast
 
 
 def write_shards(folder: Path, entries: Mapping[str, Entry], max_shard_size: int) -> int:

@@ -68,8 +68,12 @@ class Source:
                 found.append(relative)
         return found
 
-    def require_finite(self, names: Iterable[str]) -> None:
-        """Refuses NaN and infinity in the named tensors.
+    def require_finite(self, names: Iterable[str], cast: torch.dtype | None = None) -> None:
+        """Refuses NaN and infinity in the named tensors, and values that overflow the dtype they will be stored in.
+
+        Args:
+            names: Tensors to check; read one by one.
+            cast: dtype the checkpoint will be stored in; None keeps each tensor's own.
 
         Raises:
             NumericalError: Naming the tensor.
@@ -79,10 +83,8 @@ class Source:
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise NumericalError(f"{self.name}: tensor {name} holds {bad:,} NaN or infinite values.")
-
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(info.bytes for info in self.infos.values())
+            if cast is not None and tensor.is_floating_point() and not torch.isfinite(tensor.to(cast)).all():
+                raise NumericalError(f"{self.name}: tensor {name} does not fit into {cast}; store as bfloat16.")
 
 
 def open_source(model: str | os.PathLike[str], revision: str | None = None) -> Source:

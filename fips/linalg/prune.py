@@ -28,7 +28,8 @@ class PruningSchedule:
     @classmethod
     def over(cls, kind: str, final: float, steps: int, interval: int) -> "PruningSchedule":
         """The schedule for a run of `steps`: the cubic part from 10 % (accelerated; else 0) to 75 % of the steps."""
-        return cls(kind, final, round(0.1 * steps) if kind == "accelerated" else 0, round(0.75 * steps), interval)
+        end = min(round(0.75 * steps), max(steps - 1, 0))  # a run of one or two steps must end sparse too
+        return cls(kind, final, min(round(0.1 * steps), end) if kind == "accelerated" else 0, end, interval)
 
     def sparsity(self, step: int) -> float:
         """s(t) = s_f + (s_a - s_f)·(1 - (t - t_a)/(t_e - t_a))³, with t_e - t_a below the line so that s(t_e) = s_f."""

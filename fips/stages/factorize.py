@@ -32,9 +32,7 @@ def factorize(group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, 
         weights: Module name → W, (d, f), float32.
         biases: Module name → bias, where there is one.
     """
-    if group.plan is None:
-        raise ValueError(f"group {group.name} has no matrix")
-    rank = group.plan.rank
+    rank = group.require_plan().rank
     U = leading_directions(moment(weights[s.name] for s in group.sites), rank)
     first = weights[group.sites[0].name]
     U = U.to(first.dtype).to(first.device)  # dtype first: MPS has no float64

@@ -26,6 +26,16 @@ class Group:
     sites: tuple[Site, ...]
     plan: GroupPlan | None
 
+    def require_plan(self) -> GroupPlan:
+        """The plan of a group that has matrices.
+
+        Raises:
+            ValueError: If it has none; callers skip such groups.
+        """
+        if self.plan is None:
+            raise ValueError(f"group {self.name} has no matrix")
+        return self.plan
+
 
 def group_blocks(
     sites: Sequence[Site], blocks: int, size: int, groups: Sequence[tuple[int, int]] | None

@@ -62,13 +62,12 @@ def reconstruct(
     Returns:
         The result; the pruned start itself if training did not lower the error.
     """
-    if group.plan is None:
-        raise ValueError(f"group {group.name} has no matrix")
-    pruned = prune_once(start, group.plan.keep)
+    keep = group.require_plan().keep
+    pruned = prune_once(start, keep)
     before = group_errors(TrainableGroup(pruned, trainable=False), views, stream, config)
     if config.steps == 0:
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
-    schedule = _schedule(config, group.plan.keep, start)
+    schedule = _schedule(config, keep, start)
     trained = _train(TrainableGroup(start, trainable=True), schedule, Batches(views, stream, config, before), progress)
     after = group_errors(TrainableGroup(trained, trainable=False), views, stream, config)
     if after.total() > before.total() or not math.isfinite(after.total()):

@@ -32,18 +32,17 @@ def solve_group(
         config: Settings.
         progress: Called after every alternation.
     """
-    if group.plan is None:
-        raise ValueError(f"group {group.name} has no matrix")
+    plan = group.require_plan()
     metrics = MetricCache()
     matrices = {
         s.name: metrics.quadratic(s, weights[s.name], moments.of[s.name], has_bias=s.name in biases)
         for s in group.sites
     }
-    pruned = prune_once(factorize(group, weights, biases), group.plan.keep)
+    pruned = prune_once(factorize(group, weights, biases), plan.keep)
     before = _errors(matrices, pruned)
     effort = Effort(rounds=config.rounds)
-    keep = split_evenly(group.plan.keep, [s.f for s in group.sites])
-    start = initial_basis(list(matrices.values()), group.plan.rank)
+    keep = split_evenly(plan.keep, [s.f for s in group.sites])
+    start = initial_basis(list(matrices.values()), plan.rank)
     solution = alternate(list(matrices.values()), start, keep, effort, progress)
     projections = dict(zip(matrices, solution.V, strict=True))
     solved = FactorizedGroup(solution.U, projections, dict(biases))

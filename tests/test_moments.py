@@ -1,0 +1,121 @@
+"""Second moments and what is derived from them, on a tiny model's real activations."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fips
+from fips.checkpoint.source import open_source
+from fips.models.skeleton import materialized
+from fips.models.trace import trace_block
+from fips.plan import Plan, make_plan
+from fips.stages.moments import MetricCache, Moments, collect_moments, corrected_bias
+from fips.stages.stream import Stream, start_stream
+from tests.families import write_model
+
+
+def stream_of(plan: Plan, *, separate: bool = False) -> Stream:
+    tokens = torch.randint(3, 90, (6, 16), generator=torch.Generator().manual_seed(0))
+    blocks = plan.model.get_submodule(plan.blocks_path)
+    first = [(plan.views[0].path, plan.views[0].module)]
+    with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, "cpu"):
+        return start_stream(plan.trunk, blocks, tokens, 2, "cpu", separate=separate)
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
+    folder = write_model(request.param, tmp_path / "dense")
+    return make_plan(open_source(folder), fips.CompressionConfig(group_size=2, device="cpu"))
+
+
+def blocks_of_first_group(plan: Plan):
+    views = plan.views[:2]
+    return views, materialized([(v.path, v.module) for v in views], plan.names, plan.source.read, "cpu")
+
+
+def test_moments_are_those_of_the_activations(plan: Plan) -> None:
+    stream = stream_of(plan)
+    views, real = blocks_of_first_group(plan)
+    with real, torch.no_grad():
+        collected = collect_moments(views, stream)
+        inputs: dict[str, list[torch.Tensor]] = {}
+        for batch, hidden in enumerate(stream.dense):
+            for view in views:
+                trace = trace_block(view, stream.calls[batch][view.number], hidden)
+                hidden = trace.hidden
+                for name, x in trace.inputs.items():
+                    inputs.setdefault(name, []).append(x.double())
+            assert torch.equal(hidden, collected.ahead[batch])
+    for name, parts in inputs.items():
+        x = torch.cat(parts)
+        second, cross = collected.of[name].plain()
+        assert cross is None
+        torch.testing.assert_close(second, x.T @ x / len(x), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(collected.of[name].centered()[0], torch.cov(x.T, correction=0), rtol=1e-4, atol=1e-6)
+
+
+def test_gate_and_up_share_one_set_of_moments(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "dense")
+    plan = make_plan(open_source(folder), fips.CompressionConfig(group_size=2, device="cpu"))
+    views, real = blocks_of_first_group(plan)
+    with real:
+        of = collect_moments(views, stream_of(plan)).of
+    assert of["model.layers.0.mlp.gate_proj"] is of["model.layers.0.mlp.up_proj"]
+    assert of["model.layers.0.mlp.gate_proj"] is not of["model.layers.1.mlp.gate_proj"]
+    assert len({id(m) for m in of.values()}) == 4
+
+
+@pytest.mark.parametrize("role", ["up", "down"])
+def test_the_corrected_bias_is_the_least_squares_one(role: str, tmp_path: Path) -> None:
+    folder = write_model("gpt2", tmp_path / "dense")
+    plan = make_plan(open_source(folder), fips.CompressionConfig(group_size=2, device="cpu"))
+    site = next(s for s in plan.sites if s.role == role)
+    generator = torch.Generator().manual_seed(1)
+    n = site.d if role == "up" else site.f
+    x = torch.randn(50, n, generator=generator, dtype=torch.float64) + 1
+    z = x + 0.3 * torch.randn(50, n, generator=generator, dtype=torch.float64)
+    moments = Moments.empty(n, "cpu", crossed=True)
+    moments.add(z, x)
+    W, new = torch.randn(2, site.d, site.f, generator=generator, dtype=torch.float64)
+    out = site.f if role == "up" else site.d
+    bias = torch.randn(out, generator=generator, dtype=torch.float64)
+    target = x @ (W if role == "up" else W.T) + bias
+    ours = z @ (new if role == "up" else new.T) + corrected_bias(site, bias, W, new, moments)
+    torch.testing.assert_close((target - ours).mean(0), torch.zeros(out, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_with_equal_inputs_the_regressed_target_is_the_weight_itself() -> None:
+    from fips.models.sites import Site
+
+    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
+    moments = Moments.empty(6, "cpu", crossed=True)
+    moments.add(x, x)
+    W = torch.randn(6, 9)
+    quadratic = MetricCache().quadratic(Site("a", "a", 0, "up", 6, 9, transposed=True), W, moments, has_bias=False)
+    torch.testing.assert_close(quadratic.W, W, rtol=1e-5, atol=1e-5)
+
+
+def test_the_regressed_target_lowers_the_error_on_shifted_inputs() -> None:
+    from fips.models.sites import Site
+
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4000, 6, generator=generator)
+    z = 0.7 * x + 0.1 * torch.randn(4000, 6, generator=generator)  # the compressed prefix shrinks its activations
+    moments = Moments.empty(6, "cpu", crossed=True)
+    moments.add(z, x)
+    W = torch.randn(6, 9, generator=generator)
+    for role, f in (("up", 9), ("down", 6)):
+        weight = W if role == "up" else torch.randn(5, 6, generator=generator)
+        site = Site("a", "a", 0, role, weight.shape[0], f, transposed=role == "up")
+        target = MetricCache().quadratic(site, weight, moments, has_bias=False).W
+        y = x @ weight if role == "up" else x @ weight.T
+        old, new = (z @ (M if role == "up" else M.T) for M in (weight, target))
+        assert (y - new).norm() < 0.5 * (y - old).norm()
+
+
+def test_inputs_of_the_compressed_prefix_change_the_result(llama: Path, settings, tmp_path: Path) -> None:
+    dense = fips.compress(llama, tmp_path / "a", settings(steps=1))
+    prefix = fips.compress(llama, tmp_path / "b", settings(steps=1, inputs="compressed"))
+    assert dense.groups[0].error_after == pytest.approx(prefix.groups[0].error_after, rel=1e-3)
+    assert dense.files != prefix.files
