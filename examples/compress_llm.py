@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--calibration", default="self", help="Text file, Hub data set, or self.")
     parser.add_argument("--calibration-tokens", type=int, default=65_536)
     parser.add_argument("--sequence-length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=100, help="Optimizer steps per group of blocks.")
+    parser.add_argument("--rounds", type=int, default=6, help="Alternations of the solver per group of blocks.")
     parser.add_argument("--budget", type=float, default=0.7, help="Share of the MLP parameters kept.")
     parser.add_argument("--prompt", default="The capital of France is")
     args = parser.parse_args()
@@ -32,7 +32,7 @@ def main() -> None:
             calibration=args.calibration,
             calibration_tokens=args.calibration_tokens,
             sequence_length=args.sequence_length,
-            steps=args.steps,
+            rounds=args.rounds,
         )
         report = compress(args.model, args.out, config, progress=Progress())
     except FipsError as error:
