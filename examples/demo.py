@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="Result; an old one is replaced.")
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=2, help="Alternations of the solver per group.")
+    parser.add_argument("--include", action="append", default=[], help="Only matrices whose name matches this glob.")
     parser.add_argument("--eval-characters", type=int, default=160_000, help="Evaluate on the text's beginning.")
     args = parser.parse_args()
     source, texts = args.assets / "smollm2-135m-instruct", args.assets / "text"
@@ -29,6 +30,7 @@ def main() -> None:
         sequence_length=1024,
         batch_tokens=1024,
         rounds=args.rounds,
+        include=tuple(args.include),
     )
     progress = Progress()
     try:
