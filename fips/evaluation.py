@@ -16,8 +16,8 @@ from fips.checkpoint.tokenizer import load_tokenizer
 from fips.config import EvaluationConfig
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
 from fips.errors import FipsError, SourceError
-from fips.evaluate.perplexity import Perplexity, perplexity
 from fips.inspection import sizes_of
+from fips.metrics.perplexity import Perplexity, perplexity
 from fips.plan import resolve_device
 from fips.progress import Progress
 from fips.report import Sizes, format_table

@@ -9,7 +9,7 @@ from fips.checkpoint.format import QUANT_METHOD, PackedGroupInfo, parse
 from fips.checkpoint.reload import check_packed, stored_tensors
 from fips.checkpoint.source import locate, open_source, read_config, weight_paths
 from fips.config import CompressionConfig
-from fips.evaluate.footprint import compressed_sizes, dense_sizes
+from fips.metrics.footprint import compressed_sizes, dense_sizes
 from fips.plan import Plan, make_plan
 from fips.report import Sizes, format_table
 

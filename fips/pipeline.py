@@ -13,7 +13,7 @@ from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
 from fips.data.texts import check_file, looks_like_file
-from fips.evaluate.footprint import compressed_sizes
+from fips.metrics.footprint import compressed_sizes
 from fips.plan import make_plan, versions
 from fips.progress import Progress
 from fips.report import CompressionReport

@@ -221,3 +221,13 @@ def test_a_checkpoint_may_be_moved(compressed: Path, expected: torch.Tensor, tmp
     moved = shutil.copytree(compressed, tmp_path / "a folder with spaces")
     assert torch.equal(logits(fips.load(moved)), expected)
     assert torch.equal(logits(fips.load(str(moved))), expected)
+
+
+def test_public_names_stay_what_they_are_when_everything_is_imported() -> None:
+    code = (
+        "import fips, fips.evaluation, fips.inspection, fips.pipeline\n"
+        "assert all(callable(getattr(fips, n)) for n in ('compress', 'load', 'evaluate', 'inspect'))\n"
+        "assert all(hasattr(fips, n) for n in fips.__all__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

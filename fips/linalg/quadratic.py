@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,9 +31,19 @@ class Quadratic:
         """tr(L E R Eᵀ), summed in float64."""
         return float((self.apply(E) * E).sum(dtype=torch.float64 if E.device.type != "mps" else None))
 
+    @cached_property
+    def target(self) -> Tensor:
+        """L W R, (d, f)."""
+        return self.apply(self.W)
+
+    @cached_property
+    def weight(self) -> float:
+        """1 / energy of W: makes the errors of different matrices comparable."""
+        return 1 / max(self.energy(self.W), 1e-30)
+
     def relative_error(self, U: Tensor, V: Tensor) -> float:
         """Error of U·V divided by the energy of W."""
-        return self.energy(self.W - U @ V) / max(self.energy(self.W), 1e-30)
+        return self.energy(self.W - U @ V) * self.weight
 
 
 def damped(S: Tensor, share: float = 1e-2) -> Tensor:
@@ -53,7 +64,12 @@ def spectrum(S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def conjugate_gradients(
-    operator: "Operator", rhs: Tensor, start: Tensor, diagonal: Tensor, iterations: int
+    operator: "Operator",
+    rhs: Tensor,
+    start: Tensor,
+    diagonal: Tensor | float,
+    iterations: int,
+    quick: "Operator | None" = None,
 ) -> Tensor:
     """Preconditioned conjugate gradients for operator(X) = rhs.
 
@@ -63,9 +79,12 @@ def conjugate_gradients(
         start: First X.
         diagonal: Preconditioner, of X's shape or broadcast to it.
         iterations: Steps; it stops early when the residual vanishes.
+        quick: The same map in lower precision for the steps. The residual they start from is always computed with
+            `operator` (iterative refinement), so its rounding only slows the last digits of the correction.
     """
     X = start
     residual = rhs - operator(X)
+    operator = quick or operator
     Z = residual / diagonal
     D, rz = Z, (residual * Z).sum()
     for _ in range(iterations):
@@ -89,12 +108,17 @@ class Operator:
         self.terms = list(terms)
         self.mask = mask
 
+    def to(self, dtype: torch.dtype) -> "Operator":
+        """The same map with its products in another dtype; what it returns keeps the argument's."""
+        cast = [tuple(None if t is None else t.to(dtype) for t in term) for term in self.terms]
+        return Operator([(A, B) for A, B in cast], self.mask)
+
     def __call__(self, X: Tensor) -> Tensor:
         """Applies the map; X has zeros outside the mask."""
         total: Tensor | None = None
         for A, B in self.terms:
-            Y = X if B is None else X @ B
-            Y = Y if A is None else A @ Y
+            Y = X if B is None else X.to(B.dtype) @ B
+            Y = (Y if A is None else A @ Y.to(A.dtype)).to(X.dtype)
             total = Y if total is None else total + Y
         if total is None:
             raise ValueError("an operator without terms")
