@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, models
 import fips
 from fips.checkpoint.source import open_source
 from fips.errors import ArchitectureError, SourceError
-from fips.models.blocks import record_calls, returns_tuple, run_block
+from fips.models.blocks import record_calls, returned_tuple_length, run_block
 from fips.models.sites import find_sites
 from fips.models.skeleton import build_skeleton, map_names, materialized
 from tests.families import tokenizer
@@ -48,7 +48,7 @@ class Trunk(nn.Module):
                 out = block(hidden, number) if self.how == "position" else block(scale=number, hidden=hidden)
             if isinstance(out, tuple):
                 out, _attention, _state = out
-            hidden = out
+            hidden = out / 2 if self.how == "rescaled" and number == 0 else out
         return hidden
 
 
@@ -56,7 +56,7 @@ class Trunk(nn.Module):
 @pytest.mark.parametrize("tuples", [True, False])
 def test_blocks_run_alone_give_what_the_model_gives(how: str, tuples: bool) -> None:
     trunk = Trunk(how, tuples=tuples)
-    returned = returns_tuple(trunk, trunk.blocks, IDS)
+    returned = returned_tuple_length(trunk, trunk.blocks, IDS)
     assert returned == (3 if tuples else 0)
     hidden, calls = record_calls(trunk, trunk.blocks, IDS, tuples=returned)
     assert torch.equal(hidden, trunk.embed(IDS))
@@ -72,6 +72,12 @@ def test_models_whose_blocks_cannot_be_run_alone() -> None:
         record_calls(early := Trunk("early exit"), early.blocks, IDS, tuples=0)
     with pytest.raises(ArchitectureError, match="without a hidden state"):
         record_calls(bare := Trunk("without"), bare.blocks, IDS, tuples=0)
+
+
+def test_models_that_change_the_hidden_state_between_blocks_are_refused() -> None:
+    trunk = Trunk("rescaled")
+    with pytest.raises(ArchitectureError, match="changes the hidden state before block 1"):
+        record_calls(trunk, trunk.blocks, IDS, tuples=0)
 
 
 def test_the_blocks_are_put_back_after_an_error() -> None:

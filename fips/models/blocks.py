@@ -76,7 +76,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]
     return kwargs[name], Call((), {k: v for k, v in kwargs.items() if k != name}, name)
 
 
-def returns_tuple(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> int:
+def returned_tuple_length(model: nn.Module, blocks: nn.ModuleList, tokens: Tensor) -> int:
     """Length of the tuple that blocks return, 0 for a bare tensor; learned from one real call of the first block.
 
     The first block must be materialized.
@@ -110,7 +110,10 @@ def record_calls(
         model: The trunk (everything before the blocks materialized).
         blocks: Its list of blocks; replaced for the pass and put back.
         tokens: Token ids, (windows, length).
-        tuples: Length of the tuples the blocks return, see `returns_tuple`.
+        tuples: Length of the tuples the blocks return, see `returned_tuple_length`.
+
+    Raises:
+        ArchitectureError: If the blocks do not run one after the other on each other's output.
     """
     real = list(blocks)
     recorders = [Recorder(b, returns=tuples, last=i == len(real) - 1) for i, b in enumerate(real)]
@@ -125,6 +128,12 @@ def record_calls(
     calls = [r.call for r in recorders]
     if first is None or any(c is None for c in calls):
         raise ArchitectureError(f"{type(model).__name__} does not run its blocks in one pass, one after the other.")
+    for number, recorder in enumerate(recorders):
+        if recorder.hidden is None or not torch.equal(recorder.hidden, first):
+            raise ArchitectureError(
+                f"{type(model).__name__} changes the hidden state before block {number}, outside of any block; "
+                "its blocks cannot be run alone."
+            )
     return first, [c for c in calls if c is not None]
 
 

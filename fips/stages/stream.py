@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fips.errors import NumericalError
-from fips.models.blocks import Call, record_calls, returns_tuple, run_block, share_equal
+from fips.models.blocks import Call, record_calls, returned_tuple_length, run_block, share_equal
 from fips.models.trace import BlockView
 
 
@@ -49,7 +49,7 @@ def start_stream(
         separate: Whether to carry hidden states of the compressed prefix too.
     """
     chunks: tuple[Tensor, ...] = torch.split(tokens, batch)
-    tuples = returns_tuple(model, blocks, chunks[0][:1].to(device))
+    tuples = returned_tuple_length(model, blocks, chunks[0][:1].to(device))
     hidden: list[Tensor] = []
     calls: list[list[Call]] = []
     for number, chunk in enumerate(chunks):
