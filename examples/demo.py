@@ -17,13 +17,13 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path("assets"), help="Folder made by benchmarks/assets.py.")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="Result; an old one is replaced.")
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
-    parser.add_argument("--rounds", type=int, default=2, help="Alternations of the solver per group.")
+    parser.add_argument("--rounds", type=int, default=3, help="Alternations of the solver per group.")
     parser.add_argument("--include", action="append", default=[], help="Only matrices whose name matches this glob.")
     parser.add_argument("--eval-characters", type=int, default=160_000, help="Evaluate on the text's beginning.")
     args = parser.parse_args()
     source, texts = args.assets / "smollm2-135m-instruct", args.assets / "text"
     config = CompressionConfig(
-        budget=0.7,
+        budget=0.5,
         dtype="bfloat16",
         calibration=str(texts / "wiki_calib.txt"),
         calibration_tokens=args.calibration_tokens,
