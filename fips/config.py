@@ -157,7 +157,7 @@ class EvaluationConfig:
         length: Tokens per window L, capped by the model's maximum.
         bos: BOS in every window ("every"), before the text ("first"), "none", or as the tokenizer does ("auto").
         device: Where the models run.
-        dtype: dtype the models run in; "auto" takes the checkpoint's.
+        dtype: dtype the models run in; "auto" takes the checkpoint's, for the baseline too.
         runtime: How a compressed checkpoint is loaded, "dense" or "packed".
 
     Raises:

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,10 @@ def evaluate(
         text = read_text(Path(config.text), tokenizer)
     else:
         text = read_dataset(str(config.dataset), "test")
-    results = []
+    results: list[Measured] = []
     for name, folder in zip((model, baseline), folders, strict=False):
+        if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
+            config = replace(config, dtype=results[0].perplexity.protocol.dtype)
         sizes = sizes_of(folder, trust_remote_code=trust_remote_code)
         progress.note(f"loading {name}")
         loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)

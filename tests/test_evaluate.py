@@ -193,3 +193,11 @@ def test_models_that_cannot_be_loaded(llama: Path, compressed: Path, text: Path,
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     refused("evaluate", damaged, "--text", text, "--device", "cpu", "-q", code=1, words=["up_proj", "mask counts"],
             watched=tmp_path)  # fmt: skip
+
+
+def test_the_baseline_runs_in_the_dtype_of_the_model(llama: Path, calibration: Path, settings, tmp_path: Path) -> None:
+    fips.compress(llama, tmp_path / "half", settings(dtype="bfloat16"))
+    found = fips.evaluate(tmp_path / "half", llama, fips.EvaluationConfig(text=str(calibration), device="cpu"))
+    assert found.baseline is not None
+    assert found.measured.perplexity.protocol == found.baseline.perplexity.protocol
+    assert found.measured.perplexity.protocol.dtype == "bfloat16"

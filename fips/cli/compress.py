@@ -7,6 +7,7 @@ import click
 
 from fips.cli.options import Command, model_options, output_options, progress_of, show
 from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, SOLVERS, CompressionConfig, parse_groups, parse_size
+from fips.report import human_bytes
 
 _DEFAULT = CompressionConfig()
 
@@ -14,6 +15,7 @@ _DEFAULT = CompressionConfig()
 def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Command]:
     """An option whose default comes from the recipe: it stays None unless given."""
     default = getattr(_DEFAULT, name, None)
+    default = human_bytes(default) if name == "max_shard_size" and default else default
     shown = f"  [default: {default}]" if default is not None else ""
     return click.option("--" + name.replace("_", "-"), name, default=None, help=help_text + shown, **kwargs)
 
