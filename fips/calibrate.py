@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from fips.checkpoint.tokenizer import load_tokenizer
 from fips.config import CompressionConfig
 from fips.data.texts import DEFAULT_DATASET, Text, looks_like_file, read_dataset, read_text
-from fips.data.windows import resolve_bos
+from fips.data.windows import check_vocabulary, resolve_bos
 from fips.errors import CalibrationError
 from fips.plan import Plan
 from fips.progress import Progress
@@ -32,7 +32,11 @@ def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, 
         dense = _load_dense(plan)
         tokens = sample_tokens(dense, tokenizer, length, count, config.seed)
         calibration = Calibration.sampled(tokens, bos)
+    check_vocabulary(calibration.tokens, plan.vocabulary, calibration.origin)
     report.calibration = calibration.to_dict()
+    if len(calibration.tokens) < count:
+        report.notes.append(f"{calibration.origin} gives {len(calibration.tokens)} sequences of {length} tokens; "
+                            f"{count} were asked for.")  # fmt: skip
     widest = max(site.f for site in plan.sites)
     if calibration.tokens.numel() < widest:
         report.notes.append(f"{calibration.tokens.numel():,} calibration tokens are fewer than the {widest:,} "

@@ -100,6 +100,11 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         """Refuses values that cannot work, before anything is read or written."""
+        if self.calibration is not None:
+            object.__setattr__(self, "calibration", str(self.calibration))
+        if isinstance(self.include, str):
+            object.__setattr__(self, "include", (self.include,))
+        _check_numbers(self)
         self._check_ranges()
         self._check_choices()
 
@@ -136,6 +141,10 @@ class CompressionConfig:
         _require(recipe in RECIPES, "recipe", recipe, "one of " + ", ".join(RECIPES))
         config = cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
         foreign = _GRADIENT_ONLY if config.solver == "moments" else _MOMENTS_ONLY
+        if overrides.get("groups") is not None and "group_size" in overrides:
+            raise ConfigError("groups and group_size are two ways to say the same; give one of them.")
+        if config.steps == 0 and "rounds" in overrides:
+            raise ConfigError("rounds has no meaning with steps 0, which leaves the truncated SVD; give one of them.")
         for name in foreign.intersection(overrides):
             if not (name == "steps" and overrides[name] == 0):
                 other = "gradient" if config.solver == "moments" else "moments"
@@ -180,6 +189,14 @@ class EvaluationConfig:
         choices = {"bos": BOS_RULES, "device": DEVICES, "dtype": DTYPES, "runtime": RUNTIMES}
         for name, allowed in choices.items():
             _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
+
+
+def _check_numbers(config: CompressionConfig) -> None:
+    for field in dataclasses.fields(config):
+        value, kinds = getattr(config, field.name), {int: (int,), float: (int, float)}.get(type(field.default))
+        if kinds and (not isinstance(value, kinds) or isinstance(value, bool)):
+            expected = "a whole number" if kinds == (int,) else "a number"
+            raise ConfigError(f"{field.name} is {value!r}; expected {expected}.")
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:  # noqa: FBT001 - a private assertion

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fips.checkpoint.format import QUANT_METHOD
 from fips.checkpoint.load import load
 from fips.checkpoint.source import locate, read_config
-from fips.checkpoint.tokenizer import load_tokenizer
+from fips.checkpoint.tokenizer import load_config, load_tokenizer
 from fips.config import EvaluationConfig
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
 from fips.errors import FipsError, SourceError
@@ -111,6 +112,7 @@ def evaluate(
         text = read_text(Path(config.text), tokenizer)
     else:
         text = read_dataset(str(config.dataset), "test")
+    config = replace(config, length=min(config.length, *(_limit(f, trust_remote_code) for f in folders)))
     results: list[Measured] = []
     for name, folder in zip((model, baseline), folders, strict=False):
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
@@ -123,6 +125,12 @@ def evaluate(
         gc.collect()
         results.append(Measured(str(name), value, sizes))
     return Evaluation(results[0], results[1] if len(results) > 1 else None)
+
+
+def _limit(folder: Path, trust_remote_code: bool) -> int:  # noqa: FBT001 - private
+    """The model's longest window; both models of an evaluation are measured on windows that fit the shorter."""
+    limit = getattr(load_config(folder, trust_remote_code=trust_remote_code), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 1 else sys.maxsize
 
 
 def _measure(model: Any, tokenizer: Any, text: Text, config: EvaluationConfig, progress: Progress) -> Perplexity:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fips.checkpoint.format import QUANT_METHOD, PackedGroupInfo, parse
-from fips.checkpoint.reload import check_packed, stored_tensors
+from fips.checkpoint.reload import as_stored, check_packed, stored_tensors
 from fips.checkpoint.source import locate, open_source, read_config, weight_paths
 from fips.config import CompressionConfig
 from fips.metrics.footprint import compressed_sizes, dense_sizes
@@ -23,12 +23,14 @@ class Inspection:
         compressed: Whether it was compressed by fips.
         groups: Per group, JSON values.
         sizes: The three sizes; of a dense checkpoint, the planned ones.
+        found_by: How the matrices of a dense checkpoint were found: "table" of architectures or "structure".
     """
 
     model: str
     compressed: bool
     groups: list[dict[str, Any]]
     sizes: Sizes
+    found_by: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -43,7 +45,8 @@ class Inspection:
         ]
         head = ["matrix", "group", "role", "d x f", "rank", "sparsity"]
         what = "compressed" if self.compressed else "planned"
-        title = f"{self.model}: {'compressed by fips' if self.compressed else 'dense; would be compressed as follows'}"
+        planned = f"dense; would be compressed as follows (matrices found by {self.found_by})"
+        title = f"{self.model}: {'compressed by fips' if self.compressed else planned}"
         return "\n\n".join(
             [title, format_table(head, rows), format_table(["size", what, "dense", "kept"], self.sizes.rows())]
         )
@@ -70,13 +73,14 @@ def inspect(
     folder = locate(str(model), revision)
     description = read_config(folder).get("quantization_config")
     if isinstance(description, dict) and description.get("quant_method") == QUANT_METHOD:
-        groups = parse(description)
         stored = stored_tensors(weight_paths(folder))
+        groups = as_stored(parse(description), stored)
         check_packed(groups, stored)
         sizes = compressed_sizes(groups, {name: info for name, (_, info) in stored.items()})
         return Inspection(str(model), compressed=True, groups=[_packed(group) for group in groups], sizes=sizes)
     plan = make_plan(open_source(model, revision), config or CompressionConfig(), trust_remote_code=trust_remote_code)
-    return Inspection(str(model), compressed=False, groups=_planned(plan), sizes=_planned_sizes(plan))
+    return Inspection(str(model), compressed=False, groups=_planned(plan), sizes=_planned_sizes(plan),
+                      found_by=plan.found_by)  # fmt: skip
 
 
 def sizes_of(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
@@ -88,7 +92,8 @@ def sizes_of(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
     description = read_config(folder).get("quantization_config")
     if isinstance(description, dict) and description.get("quant_method") == QUANT_METHOD:
         stored = stored_tensors(weight_paths(folder))
-        return compressed_sizes(parse(description), {name: info for name, (_, info) in stored.items()})
+        groups = as_stored(parse(description), stored)
+        return compressed_sizes(groups, {name: info for name, (_, info) in stored.items()})
     source = open_source(folder)
     # Budget and dtype do not matter for what is there; a small budget passes every check of the plan.
     plan = make_plan(source, CompressionConfig(budget=0.1, dtype="float32", device="cpu"),

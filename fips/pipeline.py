@@ -60,7 +60,7 @@ def compress(
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
     calibration = calibrate(plan, config, report, progress)
-    with output_folder(out) as folder:
+    with output_folder(out, overwrite=overwrite) as folder:
         writer = CheckpointWriter(source, folder, plan.cast)
         compress_groups(Run(plan, config, report, progress), calibration, writer)
         writer.finish(config.max_shard_size)

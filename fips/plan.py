@@ -53,6 +53,12 @@ class Plan:
         return self.model.base_model
 
     @property
+    def vocabulary(self) -> int:
+        """Rows of the input embedding."""
+        model: Any = self.model
+        return int(model.get_input_embeddings().weight.shape[0])
+
+    @property
     def sites(self) -> list[Site]:
         """All matrices that are compressed."""
         return [site for group in self.groups for site in group.sites]
@@ -174,7 +180,7 @@ def _stored_dtype(source: Source, sites: list[Site], requested: str) -> torch.dt
 
 
 def versions() -> dict[str, str]:
-    """Versions a result depends on."""
+    """Versions, and the number of threads, that a result depends on."""
     import safetensors
     import transformers
 
@@ -186,4 +192,5 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
     }

@@ -10,20 +10,19 @@ class Progress:
     """Shows what a long run is doing.
 
     Args:
-        verbosity: -1 silent, 0 bars and notes, 1 also details.
-        total: Number of groups, for the estimate of the time left.
+        verbosity: -1 silent, 0 or more bars and notes.
     """
 
-    def __init__(self, verbosity: int = 0, total: int = 0) -> None:
+    def __init__(self, verbosity: int = 0) -> None:
         self.verbosity = verbosity
-        self.total = total
+        self.total = 0
         self._done = 0
         self._started = time.monotonic()
         self._bar: tqdm[None] | None = None
 
-    def note(self, text: str, level: int = 0) -> None:
-        """Prints a line if the verbosity allows."""
-        if self.verbosity >= level:
+    def note(self, text: str) -> None:
+        """Prints a line unless silent."""
+        if self.verbosity >= 0:
             tqdm.write(text, file=sys.stderr)
 
     def start_groups(self, total: int) -> None:

@@ -58,8 +58,9 @@ class GroupReport:
         packed_bytes: Bytes of values, masks and basis.
         ideal_bytes: Values, basis and exactly one bit per mask entry.
         dense_bytes: Bytes of the replaced matrices at the same dtype.
-        error_before: Output → relative squared error of truncated SVD pruned once to the same non-zeros.
-        error_after: Output → relative squared error of what was stored.
+        error_before: Output → relative squared error on the calibration text of truncated SVD, pruned once to the same
+            number of non-zeros and rounded to the stored dtype.
+        error_after: Output → the same of what was stored. With the moments solver the outputs are every linear's.
         dead_features: Matrix → input features no calibration token activates.
         seconds: Wall time.
     """
@@ -95,7 +96,7 @@ class CompressionReport:
     Attributes:
         source: What was compressed.
         revision: Revision of a Hub id.
-        settings: Every setting, resolved.
+        settings: Every setting, as given; what was resolved is in the other fields.
         calibration: Origin, hash, tokens, windows, length and BOS rule of the calibration text.
         groups: One entry per compressed group.
         sizes: The three sizes.

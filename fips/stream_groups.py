@@ -92,11 +92,12 @@ def _reconstruct(
     if config.solver == "moments" and config.steps > 0:
         run.progress.start_group(label, config.rounds)
         moments = collect_moments(views, stream)
-        return solve_group(group, weights, biases, moments, config, run.progress.step), moments.ahead
+        result = solve_group(group, weights, biases, moments, config, run.progress.step, dtype=run.plan.dtype)
+        return result, moments.ahead
     run.progress.start_group(label, config.steps)
     start = factorize(group, weights, biases)
     del weights
-    return reconstruct(group, views, stream, start, config, run.progress.step), None
+    return reconstruct(group, views, stream, start, config, run.progress.step, dtype=run.plan.dtype), None
 
 
 def _advance(

@@ -36,7 +36,7 @@ Settings, calibration, versions and checksums are in `fips_report.json`.
 
 def write_card(folder: Path, report: CompressionReport) -> None:
     """Writes README.md of a compressed checkpoint."""
-    source = Path(report.source).name if Path(report.source).exists() else report.source
+    source = Path(report.source).resolve().name if Path(report.source).exists() else report.source
     name = f"{source.split('/')[-1]}-fips"
     card = _CARD.format(source=source, name=name, table=report.table())
     (folder / "README.md").write_text(card, encoding="utf-8")

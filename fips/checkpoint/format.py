@@ -12,7 +12,7 @@ from fips.errors import FormatError
 QUANT_METHOD = "fips"
 FORMAT_VERSION = 1
 REPORT_NAME = "fips_report.json"
-_DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PackedGroupInfo:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor the group must have on disk, biases left out."""
-        values = _DTYPE_NAMES[self.dtype]
+        values = DTYPE_NAMES[self.dtype]
         infos = {basis_key(self.name): TensorInfo(values, (self.d, self.rank))}
         for member in self.members:
             infos[f"{member.name}.weight"] = TensorInfo(values, (member.nnz,))
@@ -65,7 +65,7 @@ class PackedGroupInfo:
 
     def dense_bytes(self) -> int:
         """Bytes of the replaced matrices at the same dtype."""
-        return self.d * sum(m.f for m in self.members) * _DTYPE_NAMES[self.dtype].itemsize
+        return self.d * sum(m.f for m in self.members) * DTYPE_NAMES[self.dtype].itemsize
 
     def parameters(self) -> int:
         """Non-zeros of U and V, as the parameter budget counts."""
@@ -73,7 +73,7 @@ class PackedGroupInfo:
 
     def ideal_bytes(self) -> int:
         """Values and basis plus exactly one bit per mask entry."""
-        size = _DTYPE_NAMES[self.dtype].itemsize
+        size = DTYPE_NAMES[self.dtype].itemsize
         return self.parameters() * size + sum(self.rank * m.f for m in self.members) // 8
 
 
@@ -88,7 +88,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     Raises:
         FormatError: For any other dtype.
     """
-    for name, known in _DTYPE_NAMES.items():
+    for name, known in DTYPE_NAMES.items():
         if known == dtype:
             return name
     raise FormatError(f"weights of dtype {dtype} cannot be packed; expected float32, bfloat16 or float16.")
@@ -141,8 +141,8 @@ def _group(raw: object) -> PackedGroupInfo:
         raise FormatError(f"config.json: {where!r} is not a valid group name.")
     members = _field(raw, "members", list, where)
     dtype = str(_field(raw, "dtype", str, where))
-    if dtype not in _DTYPE_NAMES:
-        raise FormatError(f"config.json: {where} has dtype {dtype!r}; expected one of {', '.join(_DTYPE_NAMES)}.")
+    if dtype not in DTYPE_NAMES:
+        raise FormatError(f"config.json: {where} has dtype {dtype!r}; expected one of {', '.join(DTYPE_NAMES)}.")
     if not members:
         raise FormatError(f"config.json: {where} has no member.")
     d, rank = (_positive(raw, key, where) for key in ("d", "rank"))

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fips import _register
 from fips.checkpoint.format import FORMAT_VERSION, QUANT_METHOD, PackedGroupInfo, check_version, parse
-from fips.checkpoint.reload import check_packed, stored_tensors
+from fips.checkpoint.reload import as_stored, check_packed, stored_tensors
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FormatError
 from fips.models.skeleton import disk_renamer
@@ -74,7 +74,9 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         groups = parse({"format_version": config.format_version, "groups": config.groups})
         if checkpoint_files:
-            check_packed(groups, stored_tensors([Path(f) for f in checkpoint_files]))
+            stored = stored_tensors([Path(f) for f in checkpoint_files])
+            groups = as_stored(groups, stored)
+            check_packed(groups, stored)
         rename = _linear_renamer(model)
         install_(model, {g.name: (g.rank, _shapes(g, rename)) for g in groups}, dtype or torch.get_default_dtype())
         return model

@@ -1,10 +1,11 @@
 """Proves that a written folder is what was meant, before anybody is told so."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fips.checkpoint.format import PackedGroupInfo, parse
+from fips.checkpoint.format import DTYPE_NAMES, Member, PackedGroupInfo, basis_key, dtype_name, parse
 from fips.checkpoint.pack import digest
 from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
 from fips.checkpoint.save import CheckpointWriter
@@ -33,6 +34,33 @@ def stored_tensors(files: list[Path]) -> dict[str, tuple[Path, TensorInfo]]:
     return stored
 
 
+def as_stored(
+    groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]
+) -> tuple[PackedGroupInfo, ...]:
+    """The description with the names and dtypes the tensors have on disk.
+
+    A packed model that was saved again may have another prefix (saved without its head, say) or another dtype than
+    its description; shapes and counts never change.
+    """
+    masks = [name.removesuffix(".mask") for name in stored if name.endswith(".mask")]
+    return tuple(_group_as_stored(group, stored, masks) for group in groups)
+
+
+def _group_as_stored(
+    group: PackedGroupInfo, stored: dict[str, tuple[Path, TensorInfo]], masks: list[str]
+) -> PackedGroupInfo:
+    def name(member: Member) -> str:
+        if f"{member.name}.mask" in stored:
+            return member.name
+        found = [m for m in masks if m.endswith(f".{member.name}") or member.name.endswith(f".{m}")]
+        return found[0] if len(found) == 1 else member.name
+
+    basis = stored.get(basis_key(group.name))
+    known = basis is not None and basis[1].dtype in DTYPE_NAMES.values()
+    dtype = dtype_name(basis[1].dtype) if basis is not None and known else group.dtype
+    return replace(group, dtype=dtype, members=tuple(replace(m, name=name(m)) for m in group.members))
+
+
 def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> None:
     """Refuses a checkpoint whose packed tensors are missing, unexpected, or of another shape than described.
 
@@ -51,7 +79,9 @@ def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Pa
                 f"{name} is stored as {found.dtype} {list(found.shape)}; config.json describes {list(info.shape)}."
             )
     for name in stored:
-        if name not in expected and (name.startswith("fips_bases.") or name.endswith(".mask")):
+        weight = stored.get(name.removesuffix(".mask") + ".weight")
+        packed = name.endswith(".mask") and weight is not None and len(weight[1].shape) == 1
+        if name not in expected and (name.startswith("fips_bases.") or packed):
             raise FormatError(f"{name} is stored but config.json does not describe it; the checkpoint is damaged.")
 
 

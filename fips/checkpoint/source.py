@@ -16,7 +16,7 @@ from fips.errors import FormatError, NumericalError, SourceError
 _NAMES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
+)  # index of shards, single file; safetensors come first, as in transformers
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite", ".pkl",
 }  # fmt: skip
@@ -185,6 +185,8 @@ def weight_paths(folder: Path) -> list[Path]:
     """
     for index_name, single in _NAMES:
         index = folder / index_name
+        if index.is_file() and (folder / single).is_file():
+            raise SourceError(f"{folder} holds {single} and {index_name}, an old one of them; remove the wrong one.")
         if index.is_file():
             return _indexed(index)
         if (folder / single).is_file():

@@ -18,7 +18,7 @@ def output_options(command: Command) -> Command:
     """--json, -v and -q."""
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
-        click.option("-v", "--verbose", is_flag=True, help="More details; a traceback on errors."),
+        click.option("-v", "--verbose", is_flag=True, help="Tracebacks on errors, and messages of transformers."),
         click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table."),
     ):
         command = option(command)

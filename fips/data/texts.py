@@ -105,6 +105,8 @@ def read_dataset(name: str, split: str) -> Text:
     Raises:
         CalibrationError: If the `datasets` package is missing, the data set cannot be read, or has no text.
     """
+    if "/" not in name:
+        raise CalibrationError(f"{name}: no such file, and not a data set id such as owner/name.")
     try:
         from datasets import load_dataset
     except ImportError as error:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fips.config import BOS_RULES
-from fips.errors import ConfigError
+from fips.errors import CalibrationError, ConfigError
 
 
 def resolve_bos(rule: str, tokenizer: Any) -> str:
@@ -49,6 +49,19 @@ def token_windows(text: str, tokenizer: Any, length: int, bos: str) -> Tensor:
         start = torch.full((len(windows), 1), tokenizer.bos_token_id)
         windows = torch.cat([start, windows], 1)  # (windows, L)
     return windows
+
+
+def check_vocabulary(windows: Tensor, rows: int, origin: str) -> None:
+    """Refuses token ids the model has no embedding for.
+
+    Raises:
+        CalibrationError: Naming the id: the tokenizer belongs to another model.
+    """
+    if len(windows) and int(windows.max()) >= rows:
+        raise CalibrationError(
+            f"{origin}: the tokenizer gives token {int(windows.max())}, but the model has {rows} embeddings. "
+            "Is it the model's own tokenizer?"
+        )
 
 
 def _tokenize(text: str, tokenizer: Any) -> list[int]:

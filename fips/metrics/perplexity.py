@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fips.data.texts import Text
-from fips.data.windows import resolve_bos, token_windows
+from fips.data.windows import check_vocabulary, resolve_bos, token_windows
 from fips.errors import CalibrationError, NumericalError
 
 
@@ -93,6 +93,7 @@ def perplexity(
     windows = token_windows(text.content, tokenizer, length, rule)
     if not len(windows):
         raise CalibrationError(f"{text.origin} has fewer tokens than one window of {length}. Use a shorter --length.")
+    check_vocabulary(windows, model.get_input_embeddings().weight.shape[0], text.origin)
     device = next(model.parameters()).device
     total = 0.0
     for number, window in enumerate(windows):

@@ -1,6 +1,7 @@
 """Finds blocks and MLP matrices by structure, for architectures that are not in the table."""
 
 import re
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -8,16 +9,26 @@ from transformers.pytorch_utils import Conv1D
 from fips.errors import ArchitectureError
 from fips.models.arch import ArchSpec
 
+_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
+_PLAIN_NAMES = ("FalconLinear",)  # x Wᵀ + b, written out in transformers' own code
 _INNER_NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) features of a linear or Conv1D; None for any other module."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
+    """(input, output) features of a plain linear or Conv1D; None for any other module.
+
+    A subclass that computes something else, or has parameters of its own, is not a plain linear: its weight alone
+    does not say what it does.
+    """
+    plain = {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+    kind = type(module)
+    ours = kind.__module__.startswith("transformers.") and kind.__name__ in _PLAIN_NAMES
+    if not plain or (kind.forward not in _PLAIN_FORWARDS and not ours):
+        return None
     if isinstance(module, Conv1D):
-        return int(module.nx), int(module.nf)
-    return None
+        return module.nx, module.nf
+    linear: Any = module
+    return linear.in_features, linear.out_features
 
 
 def discover(model: nn.Module) -> ArchSpec:

@@ -58,6 +58,10 @@ def map_names(model: nn.Module, on_disk: Iterable[str]) -> dict[str, str]:
         target = rename(name)
         if target in wanted:
             names[target] = name
+    for tied, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        for a, b in ((tied, origin), (origin, tied)):  # either side of a tie may be the one on disk
+            if a not in names and b in names:
+                names[a] = names[b]
     return names
 
 

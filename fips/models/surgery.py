@@ -10,6 +10,8 @@ from fips.errors import ArchitectureError, FormatError
 from fips.models.layers import CompressedLinear, SharedBases, rebuild
 from fips.models.sites import from_canonical, is_transposed
 
+_NOT_FINITE = "the checkpoint is damaged, or this dtype is too narrow for it."
+
 
 @dataclass(frozen=True)
 class LinearShape:
@@ -79,6 +81,9 @@ def check_values(model: nn.Module) -> None:
     Raises:
         FormatError: Naming the linear.
     """
+    for group, U in model.get_submodule("fips_bases").named_parameters():
+        if U.device.type != "meta" and not torch.isfinite(U).all():
+            raise FormatError(f"basis {group} holds NaN or infinity in {U.dtype}: {_NOT_FINITE}")
     for name, layer in model.named_modules():
         if isinstance(layer, CompressedLinear) and "meta" not in (layer.weight.device.type, layer.mask.device.type):
             try:
@@ -86,18 +91,18 @@ def check_values(model: nn.Module) -> None:
             except FormatError as error:
                 raise FormatError(f"{name}: {error}") from error
             if not torch.isfinite(V).all():
-                raise FormatError(f"{name}: the values hold NaN or infinity; the checkpoint is damaged.")
+                raise FormatError(f"{name}: the values hold NaN or infinity in {V.dtype}: {_NOT_FINITE}")
 
 
 def _dense(name: str, layer: CompressedLinear) -> nn.Module:
     if "meta" in (layer.weight.device.type, layer.mask.device.type):
-        raise FormatError(f"{name} is offloaded: load with runtime='packed', or export a dense checkpoint first.")
+        raise FormatError(f"{name} is offloaded: load with runtime='packed', or without offloading.")
     try:
         W = rebuild(layer.basis(), layer.projection())
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
     if not torch.isfinite(W).all():
-        raise FormatError(f"{name}: the rebuilt weight holds NaN or infinite values; the checkpoint is damaged.")
+        raise FormatError(f"{name}: the rebuilt weight holds NaN or infinity in {W.dtype}: {_NOT_FINITE}")
     kind: type[nn.Module]
     kind, transposed = layer.__dict__["_dense_type"]
     weight = from_canonical(W, transposed=transposed)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fips.errors import ArchitectureError
 from fips.models.blocks import Call, run_block
 from fips.models.sites import Site
 
@@ -77,6 +78,9 @@ def trace_block(view: BlockView, call: Call, hidden: Tensor, weights: dict[str, 
     trace = Trace(hidden)
     with _recording(view, trace):
         trace.hidden = run_block(view.module, call, hidden, weights)
+    for site in view.sites:
+        if site.name not in trace.inputs:
+            raise ArchitectureError(f"{site.name} is not used when its block runs; leave it out with --include.")
     return trace
 
 

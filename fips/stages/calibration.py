@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fips.data.texts import Text
 from fips.data.windows import token_windows
@@ -82,7 +82,7 @@ def windows_of(text: Text, tokenizer: Any, length: int, count: int, bos: str, ge
 
 
 @torch.no_grad()
-def sample_tokens(model: nn.Module, tokenizer: Any, length: int, count: int, seed: int) -> Tensor:
+def sample_tokens(model: Any, tokenizer: Any, length: int, count: int, seed: int) -> Tensor:
     """Lets the model write its own calibration text: BOS, a random first token, then sampling at temperature 1.
 
     This needs neither data nor network, and works about as well as real text for methods of this kind (data-free
@@ -101,12 +101,13 @@ def sample_tokens(model: nn.Module, tokenizer: Any, length: int, count: int, see
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     bos = tokenizer.bos_token_id
+    known = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
     sampled = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for start in range(0, count, _SAMPLING_BATCH):
             rows = min(_SAMPLING_BATCH, count - start)
-            first = torch.randint(len(tokenizer), (rows, 1), generator=generator)
+            first = torch.randint(known, (rows, 1), generator=generator)
             prompt = first if bos is None else torch.cat([torch.full((rows, 1), bos), first], 1)
             sampled.append(_continue(model, prompt.to(device), length).cpu())
     return torch.cat(sampled)
@@ -115,6 +116,8 @@ def sample_tokens(model: nn.Module, tokenizer: Any, length: int, count: int, see
 def _continue(model: Any, prompt: Tensor, length: int) -> Tensor:
     from transformers import GenerationConfig
 
+    if prompt.shape[1] >= length:
+        return prompt[:, :length]
     # No end-of-text token: a finished document is followed by the next one, as in real calibration text.
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - prompt.shape[1],

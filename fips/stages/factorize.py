@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fips.linalg.basis import grow, leading_directions, moment, project
@@ -22,6 +23,15 @@ class FactorizedGroup:
     basis: Tensor
     projections: dict[str, Tensor]
     biases: dict[str, Tensor]
+
+    def rounded(self, dtype: torch.dtype) -> "FactorizedGroup":
+        """The values as they are stored in `dtype`, in the precision of the mathematics."""
+
+        def store(t: Tensor) -> Tensor:
+            return t.to(dtype).to(t.dtype)
+
+        projections = {n: store(V) for n, V in self.projections.items()}
+        return FactorizedGroup(store(self.basis), projections, {n: store(b) for n, b in self.biases.items()})
 
 
 def factorize(group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> FactorizedGroup:

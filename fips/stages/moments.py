@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fips.errors import NumericalError
 from fips.linalg.quadratic import Quadratic, damped, on_cpu_where_needed
 from fips.models.sites import Site
 from fips.models.trace import BlockView, trace_block
@@ -20,6 +21,7 @@ class Moments:
         second: E[z zᵀ] of the input the compressed matrix will see, (features, features).
         mean: E[z], (features,).
         cross: E[x zᵀ] with x the dense model's input; None when z is x.
+        dense_second: E[x xᵀ]; None when z is x.
         dense_mean: E[x], (features,); None when z is x.
         tokens: Tokens seen.
         alive: Features that any token activates.
@@ -28,6 +30,7 @@ class Moments:
     second: Tensor
     mean: Tensor
     cross: Tensor | None
+    dense_second: Tensor | None
     dense_mean: Tensor | None
     tokens: int
     alive: Tensor
@@ -39,17 +42,27 @@ class Moments:
         square = torch.zeros(features, features, dtype=dtype, device=device)
         vector = square[0].clone()
         alive = torch.zeros(features, dtype=torch.bool, device=device)
-        return cls(square, vector, square.clone() if crossed else None, vector.clone() if crossed else None, 0, alive)
+        if not crossed:
+            return cls(square, vector, None, None, None, 0, alive)
+        return cls(square, vector, square.clone(), square.clone(), vector.clone(), 0, alive)
 
     def add(self, z: Tensor, x: Tensor) -> None:
         """Adds a batch: z, x of shape (tokens, features) in float32."""
         self.second += (z.T @ z).to(self.second.dtype)
         self.mean += z.sum(0, dtype=self.mean.dtype)
-        if self.cross is not None and self.dense_mean is not None:
+        if self.cross is not None and self.dense_second is not None and self.dense_mean is not None:
             self.cross += (x.T @ z).to(self.cross.dtype)
+            self.dense_second += (x.T @ x).to(self.dense_second.dtype)
             self.dense_mean += x.sum(0, dtype=self.dense_mean.dtype)
         self.alive |= (z != 0).any(0)
         self.tokens += len(z)
+
+    def of_dense(self, *, centered: bool) -> Tensor:
+        """E[x xᵀ] of the dense model's input, or its covariance."""
+        total, mean = (self.second, self.mean) if self.dense_second is None else (self.dense_second, self.dense_mean)
+        if not centered or mean is None:
+            return total / self.tokens
+        return total / self.tokens - (mean / self.tokens).outer(mean / self.tokens)
 
     def centered(self) -> tuple[Tensor, Tensor | None]:
         """Covariances of z, and of x with z: what counts where a bias takes up the mean."""
@@ -134,11 +147,35 @@ class MetricCache:
         key = (id(moments), has_bias)
         if key not in self._known:
             second, cross = moments.centered() if has_bias else moments.plain()
+            if not torch.isfinite(second).all():
+                raise NumericalError(f"the inputs of {site.name} overflow: their second moments are not finite.")
             self._known[key] = (damped(second).float(), None if cross is None else _regression(second, cross))
         metric, regression = self._known[key]
         if regression is not None:
             W = regression.T @ W if site.role == "up" else W @ regression
         return Quadratic(W, metric, None) if site.role == "up" else Quadratic(W, None, metric)
+
+
+def stored_error(site: Site, W: Tensor, new: Tensor, moments: Moments, *, has_bias: bool) -> float:
+    """E‖W x - (U V) z‖² / E‖W x‖² of what is stored, from the undamped moments; centered where a bias takes the mean.
+
+    Args:
+        site: The matrix.
+        W: W, (d, f).
+        new: U V as a loaded model rebuilds it, (d, f).
+        moments: Moments of its input.
+        has_bias: Whether the linear has a bias.
+    """
+    second, cross = moments.centered() if has_bias else moments.plain()
+    X = moments.of_dense(centered=has_bias)
+    A, B = ((W.T, new.T) if site.role == "up" else (W, new))  # (out, in)
+    A, B = A.to(X.dtype), B.to(X.dtype)
+    energy = ((A @ X) * A).sum()
+    if cross is None:
+        residual = (((A - B) @ X) * (A - B)).sum()
+    else:
+        residual = energy - 2 * ((A @ cross) * B).sum() + ((B @ second) * B).sum()
+    return float(residual / energy.clamp_min(1e-30))
 
 
 def _regression(second: Tensor, cross: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ def block_terms(
     model: TrainableGroup, view: BlockView, dense: Trace, ours: Trace, config: CompressionConfig
 ) -> dict[str, Term]:
     """The compared outputs of one block."""
-    if config.objective == "mlp":
+    if config.objective == "mlp" and dense.outputs:  # without a down-type matrix the linears' outputs are compared
         outputs = ours.outputs if ours is not dense else run_mlp(view, dense, model.block_weights(view))
         return {n: Term((y - outputs[n]).square().sum(), y.square().sum()) for n, y in dense.outputs.items()}
     return {site.name: _linear_term(model, view, site, dense, ours) for site in view.sites}

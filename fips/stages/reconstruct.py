@@ -48,6 +48,8 @@ def reconstruct(
     start: FactorizedGroup,
     config: CompressionConfig,
     progress: Progress,
+    *,
+    dtype: torch.dtype,
 ) -> Reconstruction:
     """Joint reconstruction of one group.
 
@@ -58,17 +60,19 @@ def reconstruct(
         start: Unpruned factors.
         config: Settings.
         progress: Called with (steps done, current loss).
+        dtype: dtype the factors are stored in; the errors are those of the rounded factors.
 
     Returns:
         The result; the pruned start itself if training did not lower the error.
     """
     keep = group.require_plan().keep
-    pruned = prune_once(start, keep)
+    pruned = prune_once(start, keep).rounded(dtype)
     before = group_errors(TrainableGroup(pruned, trainable=False), views, stream, config)
     if config.steps == 0:
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
     schedule = _schedule(config, keep, start)
-    trained = _train(TrainableGroup(start, trainable=True), schedule, Batches(views, stream, config, before), progress)
+    model = TrainableGroup(start, trainable=True)
+    trained = _train(model, schedule, Batches(views, stream, config, before), progress).rounded(dtype)
     after = group_errors(TrainableGroup(trained, trainable=False), views, stream, config)
     if after.total() > before.total() or not math.isfinite(after.total()):
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from fips.config import CompressionConfig
-from fips.linalg.quadratic import Quadratic
+from fips.errors import NumericalError
 from fips.linalg.solve import Effort, alternate, initial_basis
+from fips.models.layers import rebuild
 from fips.models.sites import Site
 from fips.stages.factorize import FactorizedGroup, factorize
 from fips.stages.grouping import Group
-from fips.stages.moments import GroupMoments, MetricCache, corrected_bias
+from fips.stages.moments import GroupMoments, MetricCache, corrected_bias, stored_error
 from fips.stages.reconstruct import Reconstruction, prune_once
 
 
@@ -21,6 +23,8 @@ def solve_group(
     moments: GroupMoments,
     config: CompressionConfig,
     progress: Callable[[int, float], None],
+    *,
+    dtype: torch.dtype,
 ) -> Reconstruction:
     """Sparse V and dense U of a group by alternating second-order solves (docs/method.md, section 2).
 
@@ -31,26 +35,47 @@ def solve_group(
         moments: Second moments of the group's inputs.
         config: Settings.
         progress: Called after every alternation.
+        dtype: dtype the factors are stored in; errors and corrected biases are those of the rounded factors.
+
+    Raises:
+        NumericalError: If the moments overflow or no alternation gives a finite error.
     """
     plan = group.require_plan()
     metrics = MetricCache()
-    matrices = {
-        s.name: metrics.quadratic(s, weights[s.name], moments.of[s.name], has_bias=s.name in biases)
-        for s in group.sites
-    }
-    pruned = prune_once(factorize(group, weights, biases), plan.keep)
-    before = _errors(matrices, pruned)
-    effort = Effort(rounds=config.rounds)
+    matrices = [
+        metrics.quadratic(s, weights[s.name], moments.of[s.name], has_bias=s.name in biases) for s in group.sites
+    ]
+    start = prune_once(factorize(group, weights, biases), plan.keep)
+    pruned, before = _as_stored(group.sites, start, weights, moments, dtype)
     keep = split_evenly(plan.keep, [s.f for s in group.sites])
-    start = initial_basis(list(matrices.values()), plan.rank)
-    solution = alternate(list(matrices.values()), start, keep, effort, progress)
-    projections = dict(zip(matrices, solution.V, strict=True))
-    solved = FactorizedGroup(solution.U, projections, dict(biases))
-    after = _errors(matrices, solved)
-    best = solved if sum(after.values()) <= sum(before.values()) else pruned
-    corrected = _with_biases(group.sites, best, weights, moments)
+    solution = alternate(matrices, initial_basis(matrices, plan.rank), keep, Effort(rounds=config.rounds), progress)
+    if not solution.V:
+        raise NumericalError(f"{group.name}: no alternation of the solver gives a finite error; nothing is stored.")
+    projections = {s.name: V for s, V in zip(group.sites, solution.V, strict=True)}
+    found = FactorizedGroup(solution.U, projections, dict(biases))
+    solved, after = _as_stored(group.sites, found, weights, moments, dtype)
     dead = {n: int((~m.alive).sum()) for n, m in moments.of.items() if not m.alive.all()}
-    return Reconstruction(corrected, before, after if best is solved else before, dead)
+    if not sum(after.values()) <= sum(before.values()):
+        return Reconstruction(pruned, before, before, dead)
+    return Reconstruction(solved, before, after, dead)
+
+
+def _as_stored(
+    sites: Sequence[Site],
+    factors: FactorizedGroup,
+    weights: Mapping[str, Tensor],
+    moments: GroupMoments,
+    dtype: torch.dtype,
+) -> tuple[FactorizedGroup, dict[str, float]]:
+    """Rounded factors with the biases that belong to them, and their relative errors."""
+    rounded, biases, errors = factors.rounded(dtype), {}, {}
+    for site in sites:
+        name, W = site.name, weights[site.name]
+        new = rebuild(rounded.basis.to(dtype), rounded.projections[name].to(dtype)).to(W.dtype)
+        if name in factors.biases:
+            biases[name] = corrected_bias(site, factors.biases[name], W, new, moments.of[name])
+        errors[name] = stored_error(site, W, new, moments.of[name], has_bias=name in factors.biases)
+    return FactorizedGroup(rounded.basis, rounded.projections, biases), errors
 
 
 def split_evenly(keep: int, widths: Sequence[int]) -> list[int]:
@@ -61,20 +86,3 @@ def split_evenly(keep: int, widths: Sequence[int]) -> list[int]:
         shares.append(share)
         used += share
     return shares
-
-
-def _errors(matrices: Mapping[str, Quadratic], factors: FactorizedGroup) -> dict[str, float]:
-    return {n: m.relative_error(factors.basis, factors.projections[n]) for n, m in matrices.items()}
-
-
-def _with_biases(
-    sites: Sequence[Site], factors: FactorizedGroup, weights: Mapping[str, Tensor], moments: GroupMoments
-) -> FactorizedGroup:
-    biases = {
-        s.name: corrected_bias(
-            s, factors.biases[s.name], weights[s.name], factors.basis @ factors.projections[s.name], moments.of[s.name]
-        )
-        for s in sites
-        if s.name in factors.biases
-    }
-    return FactorizedGroup(factors.basis, factors.projections, biases)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fips.errors import NumericalError
+from fips.errors import ArchitectureError, NumericalError
 from fips.models.blocks import Call, record_calls, returned_tuple_length, run_block, share_equal
 from fips.models.trace import BlockView
 
@@ -49,11 +49,17 @@ def start_stream(
         separate: Whether to carry hidden states of the compressed prefix too.
     """
     chunks: tuple[Tensor, ...] = torch.split(tokens, batch)
-    tuples = returned_tuple_length(model, blocks, chunks[0][:1].to(device))
     hidden: list[Tensor] = []
     calls: list[list[Call]] = []
+    tuples: int | None = None
     for number, chunk in enumerate(chunks):
-        first, recorded = record_calls(model, blocks, chunk.to(device), tuples=tuples)
+        try:
+            if tuples is None:
+                tuples = returned_tuple_length(model, blocks, chunk[:1].to(device))
+            first, recorded = record_calls(model, blocks, chunk.to(device), tuples=tuples)
+        except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # any model's own code
+            kind, first_line = type(model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ArchitectureError(f"{kind} cannot be run block by block: {first_line}") from error
         check_finite(first, f"the embedding of calibration batch {number}")
         hidden.append(first.cpu())
         calls.append(share_equal(recorded, calls[0]) if calls else recorded)
