@@ -141,8 +141,6 @@ class CompressionConfig:
         _require(recipe in RECIPES, "recipe", recipe, "one of " + ", ".join(RECIPES))
         config = cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
         foreign = _GRADIENT_ONLY if config.solver == "moments" else _MOMENTS_ONLY
-        if overrides.get("groups") is not None and "group_size" in overrides:
-            raise ConfigError("groups and group_size are two ways to say the same; give one of them.")
         if config.steps == 0 and "rounds" in overrides:
             raise ConfigError("rounds has no meaning with steps 0, which leaves the truncated SVD; give one of them.")
         for name in foreign.intersection(overrides):

@@ -112,18 +112,18 @@ def evaluate(
         text = read_text(Path(config.text), tokenizer)
     else:
         text = read_dataset(str(config.dataset), "test")
+    sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     config = replace(config, length=min(config.length, *(_limit(f, trust_remote_code) for f in folders)))
     results: list[Measured] = []
-    for name, folder in zip((model, baseline), folders, strict=False):
+    for name, folder, size in zip((model, baseline), folders, sizes, strict=False):
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
             config = replace(config, dtype=results[0].perplexity.protocol.dtype)
-        sizes = sizes_of(folder, trust_remote_code=trust_remote_code)
         progress.note(f"loading {name}")
         loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)
         value = _measure(loaded, tokenizer, text, config, progress)
         del loaded
         gc.collect()
-        results.append(Measured(str(name), value, sizes))
+        results.append(Measured(str(name), value, size))
     return Evaluation(results[0], results[1] if len(results) > 1 else None)
 
 

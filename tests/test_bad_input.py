@@ -97,7 +97,7 @@ def test_outputs_that_cannot_be_written(compress, llama: Path, tmp_path: Path) -
     file.write_text("mine")
     link.symlink_to(tmp_path / "nowhere")
     compress(out=full, code=1, words=["full", "not empty", "--overwrite"])
-    compress("--overwrite", out=full, code=1, words=["full", "config.json", "not overwritten"])
+    compress("--overwrite", out=full, code=1, words=["full", "does not hold a model", "not overwritten"])
     compress(out=file, code=1, words=["file", "not a folder"])
     compress(out=link, code=1, words=["link", "not a folder"])
     compress(out=tmp_path / "no" / "out", code=1, words=[str(tmp_path / "no"), "does not exist"])
