@@ -172,3 +172,12 @@ def test_unknown_public_names() -> None:
     with pytest.raises(AttributeError, match="shrink"):
         fips.shrink  # noqa: B018
     assert all(getattr(fips, name) is not None for name in fips.__all__)
+
+
+def test_inspect_shows_the_plan_compress_would_follow(llama: Path) -> None:
+    out = json.loads(run("inspect", llama, "--json", "--groups", "0-1,2", "--include", "*down_proj", "--dtype",
+                         "bfloat16", "--budget", "0.4").out)  # fmt: skip
+    assert [g["name"] for g in out["groups"]] == ["blocks_0_1", "blocks_2_2"]
+    assert {m["role"] for g in out["groups"] for m in g["matrices"]} == {"down"}
+    assert {g["dtype"] for g in out["groups"]} == {"bfloat16"}
+    assert 0 < out["sizes"]["parameter_share"] <= 0.4

@@ -29,7 +29,7 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 @_setting("budget", "Share of the MLP parameters kept: non-zeros of U and V.", type=float)
 @_setting("sparsity", "Share of zeros in V.", type=float)
 @_setting("group_size", "Consecutive blocks that share one basis.", type=int)
-@_setting("groups", "Explicit groups of blocks, such as 0-1,2-5,6-9, instead of --group-size.", type=str)
+@_setting("groups", "Explicit groups of blocks, such as 0-1,2-5,6-9, instead of equal ones.", type=str)
 @click.option("--include", multiple=True, help="Compress only matrices whose name matches this glob; repeatable.")
 @_setting("calibration", "Text (.txt; .jsonl with `text` or `messages`), Hub data set id, or `self`: the model "
           "samples its own. Without it: a Hub text when online, else self.", type=str)  # fmt: skip

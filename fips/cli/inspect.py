@@ -1,25 +1,33 @@
 """`fips inspect`."""
 
+from typing import Any
+
 import click
 
 from fips.cli.options import output_options, progress_of, show
-from fips.config import CompressionConfig
+from fips.config import DTYPES, CompressionConfig, parse_groups
 
 
 @click.command("inspect")
 @click.argument("path")
+@click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--budget", type=float, default=CompressionConfig.budget, show_default=True,
-              help="For a dense checkpoint: share of the MLP parameters kept.")  # fmt: skip
+              help="For a dense checkpoint, as in compress: share of the MLP parameters kept.")  # fmt: skip
 @click.option("--sparsity", type=float, default=CompressionConfig.sparsity, show_default=True,
-              help="For a dense checkpoint: share of zeros in V.")  # fmt: skip
+              help="As in compress: share of zeros in V.")  # fmt: skip
 @click.option("--group-size", type=int, default=CompressionConfig.group_size, show_default=True,
-              help="For a dense checkpoint: blocks per group.")  # fmt: skip
+              help="As in compress: blocks per group.")  # fmt: skip
+@click.option("--groups", help="As in compress: explicit groups of blocks instead of equal ones.")
+@click.option("--include", multiple=True, help="As in compress: only matrices whose name matches; repeatable.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
+              help="As in compress: dtype of the stored tensors.")  # fmt: skip
 @click.option("--trust-remote-code", is_flag=True, help="Allow Python code that lies in the checkpoint to run.")
 @output_options
-def command(path: str, budget: float, sparsity: float, group_size: int, **flags: bool) -> None:
+def command(path: str, revision: str | None, groups: str | None, **options: Any) -> None:
     """Show groups, rank, sparsity and sizes of the checkpoint at PATH, or what would be compressed in a dense one."""
-    config = CompressionConfig(budget=budget, sparsity=sparsity, group_size=group_size)
-    progress_of(quiet=flags["quiet"], verbose=flags["verbose"])
+    trust, as_json = options.pop("trust_remote_code"), options.pop("as_json")
+    progress_of(quiet=options.pop("quiet"), verbose=options.pop("verbose"))
+    config = CompressionConfig(**options, groups=parse_groups(groups) if groups is not None else None)
     from fips.inspection import inspect
 
-    show(inspect(path, config, trust_remote_code=flags["trust_remote_code"]), as_json=flags["as_json"])
+    show(inspect(path, config, revision=revision, trust_remote_code=trust), as_json=as_json)
