@@ -9,19 +9,19 @@ from transformers import AutoModelForCausalLM
 from fips.checkpoint.tokenizer import load_tokenizer
 from fips.config import CompressionConfig
 from fips.data.texts import DEFAULT_DATASET, Text, looks_like_file, read_dataset, read_text
-from fips.data.windows import check_vocabulary, resolve_bos
+from fips.data.windows import capped_length, check_vocabulary, resolve_bos
 from fips.errors import CalibrationError
 from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport
-from fips.stages.calibration import Calibration, sample_tokens, sequence_length, windows_of
+from fips.stages.calibration import Calibration, sample_tokens, windows_of
 
 
 def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, progress: Progress) -> Calibration:
     """Calibration tokens of the chosen text, or the model's own."""
     tokenizer = load_tokenizer(plan.source.folder, trust_remote_code=plan.trust_remote_code)
     bos = resolve_bos("auto", tokenizer)
-    length = sequence_length(config.sequence_length, plan.model.config)
+    length = capped_length(config.sequence_length, plan.model.config)
     count = max(config.calibration_tokens // length, 1)
     text = _calibration_text(config, tokenizer, report)
     if text is not None:

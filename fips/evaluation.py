@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fips.checkpoint.source import locate, read_config
 from fips.checkpoint.tokenizer import load_config, load_tokenizer
 from fips.config import EvaluationConfig
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
+from fips.data.windows import capped_length
 from fips.errors import FipsError, SourceError
 from fips.inspection import sizes_of
 from fips.metrics.perplexity import Perplexity, perplexity
@@ -113,7 +113,9 @@ def evaluate(
     else:
         text = read_dataset(str(config.dataset), "test")
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
-    config = replace(config, length=min(config.length, *(_limit(f, trust_remote_code) for f in folders)))
+    configs = [load_config(folder, trust_remote_code=trust_remote_code) for folder in folders]
+    # One protocol: both models are measured on windows that fit the shorter.
+    config = replace(config, length=min(capped_length(config.length, c) for c in configs))
     results: list[Measured] = []
     for name, folder, size in zip((model, baseline), folders, sizes, strict=False):
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
@@ -125,12 +127,6 @@ def evaluate(
         gc.collect()
         results.append(Measured(str(name), value, size))
     return Evaluation(results[0], results[1] if len(results) > 1 else None)
-
-
-def _limit(folder: Path, trust_remote_code: bool) -> int:  # noqa: FBT001 - private
-    """The model's longest window; both models of an evaluation are measured on windows that fit the shorter."""
-    limit = getattr(load_config(folder, trust_remote_code=trust_remote_code), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 1 else sys.maxsize
 
 
 def _measure(model: Any, tokenizer: Any, text: Text, config: EvaluationConfig, progress: Progress) -> Perplexity:

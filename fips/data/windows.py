@@ -28,6 +28,12 @@ def resolve_bos(rule: str, tokenizer: Any) -> str:
     return rule
 
 
+def capped_length(requested: int, config: Any) -> int:
+    """The requested tokens per window, capped by the model's maximum."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return min(requested, limit) if isinstance(limit, int) and limit > 1 else requested
+
+
 def token_windows(text: str, tokenizer: Any, length: int, bos: str) -> Tensor:
     """Non-overlapping windows of a text that is tokenized once; the tail is dropped.
 

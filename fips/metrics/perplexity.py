@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fips.data.texts import Text
-from fips.data.windows import check_vocabulary, resolve_bos, token_windows
+from fips.data.windows import capped_length, check_vocabulary, resolve_bos, token_windows
 from fips.errors import CalibrationError, NumericalError
 
 
@@ -87,8 +87,7 @@ def perplexity(
     """
     import transformers
 
-    limit = getattr(model.config, "max_position_embeddings", None)
-    length = min(length, limit) if isinstance(limit, int) and limit > 1 else length
+    length = capped_length(length, model.config)
     rule = resolve_bos(bos, tokenizer)
     windows = token_windows(text.content, tokenizer, length, rule)
     if not len(windows):

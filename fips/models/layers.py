@@ -17,9 +17,6 @@ class SharedBases(nn.Module):
     accelerate's offloading hooks bring U to the device first.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def add_(self, group: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """Makes room for the basis of a group, (d, r)."""
         self.register_parameter(group, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))

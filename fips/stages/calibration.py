@@ -48,12 +48,6 @@ class Calibration:
         }
 
 
-def sequence_length(requested: int, config: Any) -> int:
-    """The requested length, capped by the model's maximum."""
-    limit = getattr(config, "max_position_embeddings", None)
-    return min(requested, limit) if isinstance(limit, int) and limit > 1 else requested
-
-
 def windows_of(text: Text, tokenizer: Any, length: int, count: int, bos: str, generator: torch.Generator) -> Tensor:
     """Random windows of a text, in the order of the text.
 
