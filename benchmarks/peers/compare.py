@@ -19,6 +19,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,13 +72,38 @@ def _reference(method: str) -> "Method":
     return make
 
 
+def _maintained(method: str) -> "Method":
+    """The same by llm-compressor, which runs in an environment of its own, see llmcompressor_run.py."""
+
+    def make(source: Path, out: Path, share: float, tokens: Tokens) -> Made:
+        python = os.environ.get("PEERS_PYTHON")
+        if python is None:
+            raise SystemExit("set PEERS_PYTHON to the python of the environment described in llmcompressor_run.py")
+        sys.path.insert(0, str(HERE))
+        import reference
+        import torch
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "windows.pt")
+            torch.save(reference.calibration_windows(source, tokens.text, tokens.count, tokens.length), file)
+            command = [python, HERE / "llmcompressor_run.py", source, out, "--windows", file, "--method", method,
+                       "--share", share]  # fmt: skip
+            done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True, check=True)
+        report = json.loads(done.stdout.splitlines()[-1])
+        return Made(report["matrix_bytes"], report["dense_matrix_bytes"])
+
+    return make
+
+
 # To add a method: a function of source folder, output folder, share of the bytes, and tokens. It writes a checkpoint
-# that fips.evaluate reads. Everything it imports, it imports itself: only the process that runs it pays for it.
+# that fips.evaluate reads. It imports what it needs itself, as only the process that runs it should pay for that.
 Method = Callable[[Path, Path, float, Tokens], Made]
 METHODS: dict[str, Method] = {
     "sparsegpt": _reference("sparsegpt"),
     "wanda": _reference("wanda"),
     "svd": _reference("svd"),
+    "llmcompressor-sparsegpt": _maintained("sparsegpt"),
+    "llmcompressor-wanda": _maintained("wanda"),
 }
 
 
