@@ -1,6 +1,7 @@
 """All settings of a compression, validated. Standard library only: the command line imports it before torch."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from fips.errors import ConfigError
 SOLVERS = ("moments", "gradient")
 OBJECTIVES = ("mlp", "linear")
 INPUTS = ("dense", "compressed")
+BASES = ("auto", "shared", "identity")
 SCHEDULES = ("accelerated", "zhu-gupta")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -18,9 +20,12 @@ BOS_RULES = ("auto", "every", "first", "none")
 RUNTIMES = ("dense", "packed")
 
 _GRADIENT_ONLY = frozenset(
-    {"objective", "schedule", "steps", "learning_rate", "weight_decay", "mask_interval"}
+    {"schedule", "steps", "learning_rate", "weight_decay", "mask_interval"}
 )
-_MOMENTS_ONLY = frozenset({"rounds"})
+_MOMENTS_ONLY = frozenset({"rounds", "basis", "target_size", "polish"})
+_NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), float | None: (int, float, type(None))}
+DEFAULT_BUDGET = 0.5
+DEFAULT_SPARSITY = 0.75
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 # FiPS (arXiv 2411.09816), language models: 20 sequences of 8192 tokens, 800 steps of 8192 tokens, AdamW with
@@ -48,7 +53,11 @@ class CompressionConfig:
 
     Attributes:
         budget: Share of the MLP parameters kept (non-zeros of every V plus all of U), in (0, 1].
-        sparsity: Share of zeros in V, in [0, 1).
+        target_size: Share of the replaced matrices' bytes kept (values, masks and bases), in (0, 1), instead of
+            `budget`; rank and sparsity are then chosen for every group.
+        sparsity: Share of zeros in V, in [0, 1). None: 0.75 with a budget, chosen for every group with a target size.
+        basis: Moments solver: "shared" is FiPS; "identity" is plain pruning, U = I, of which nothing is stored; "auto"
+            takes the one with the smaller error per group, at equal stored bytes.
         group_size: Consecutive blocks that share one basis U.
         groups: Explicit groups as (first, last) block numbers, instead of `group_size`.
         include: Globs over matrix names; only matching MLP matrices are compressed.
@@ -58,7 +67,10 @@ class CompressionConfig:
         solver: "moments": second-order solves on second moments of the activations. "gradient": the paper's AdamW on
             the activations themselves.
         rounds: Alternations of the moments solver at most.
-        objective: Gradient solver: what is reconstructed, every linear's output (Eq. 1) or the output of the MLP.
+        polish: Moments solver: gradient steps per group on the output of the MLP after the solve, kept only where they
+            lower the error on held-out batches.
+        objective: What is reconstructed: every linear's output (Eq. 1, "linear"), or the output of the MLP ("mlp"; the
+            moments solver then weighs the outputs of up-type matrices by their effect on the block's output).
         inputs: Activations of the original model ("dense") or of the already compressed prefix ("compressed").
         schedule: Gradient solver: gradual pruning, the paper's accelerated schedule or Zhu and Gupta's.
         steps: Gradient solver: optimizer steps per group. With either solver 0 leaves the truncated SVD, pruned once.
@@ -75,8 +87,10 @@ class CompressionConfig:
         ConfigError: If a value is out of range.
     """
 
-    budget: float = 0.5
-    sparsity: float = 0.75
+    budget: float | None = None
+    target_size: float | None = None
+    sparsity: float | None = None
+    basis: str = "auto"
     group_size: int = 4
     groups: tuple[tuple[int, int], ...] | None = None
     include: tuple[str, ...] = ()
@@ -85,6 +99,7 @@ class CompressionConfig:
     sequence_length: int = 2048
     solver: str = "moments"
     rounds: int = 6
+    polish: int = 0
     objective: str = "mlp"
     inputs: str = "dense"
     schedule: str = "accelerated"
@@ -105,13 +120,55 @@ class CompressionConfig:
         if isinstance(self.include, str):
             object.__setattr__(self, "include", (self.include,))
         _check_numbers(self)
+        self._resolve_size()
         self._check_ranges()
         self._check_choices()
 
+    def _resolve_size(self) -> None:
+        """Fills in the defaults of budget and sparsity, which depend on what was given."""
+        second_order = self.solver == "moments" and self.steps > 0
+        if self.target_size is not None:
+            if self.budget is not None:
+                raise ConfigError("budget and target_size both say how small the result is; give one of them.")
+            if not second_order:
+                raise ConfigError("target_size needs the moments solver; give a budget instead.")
+        elif self.budget is None:
+            object.__setattr__(self, "budget", DEFAULT_BUDGET)
+        if self.basis == "identity" and self.sparsity is not None and second_order:
+            raise ConfigError("sparsity follows from the size with basis identity; leave it out.")
+        if self.sparsity is None and self.target_size is None and not (self.basis == "identity" and second_order):
+            object.__setattr__(self, "sparsity", DEFAULT_SPARSITY)
+
+    def require_budget(self) -> float:
+        """The budget.
+
+        Raises:
+            ValueError: With a target size there is none.
+        """
+        if self.budget is None:
+            raise ValueError("no budget: a target size was given")
+        return self.budget
+
+    def require_sparsity(self) -> float:
+        """The sparsity.
+
+        Raises:
+            ValueError: If it is chosen per group.
+        """
+        if self.sparsity is None:
+            raise ValueError("no sparsity: it is chosen for every group")
+        return self.sparsity
+
     def _check_ranges(self) -> None:
-        _require(0 < self.budget <= 1, "budget", self.budget, "a share of the parameters in (0, 1]")
-        _require(0 <= self.sparsity < 1, "sparsity", self.sparsity, "a share of zeros in [0, 1)")
-        _require(self.steps >= 0, "steps", self.steps, "0 or more")
+        for name in ("budget", "target_size", "sparsity"):
+            value = getattr(self, name)
+            _require(value is None or (math.isfinite(value) and 0 <= value <= 1), name, value, "a share in [0, 1]")
+        _require(self.budget != 0, "budget", self.budget, "a share of the parameters in (0, 1]")
+        _require(self.target_size is None or 0 < self.target_size < 1, "target_size", self.target_size,
+                 "a share of the bytes in (0, 1)")  # fmt: skip
+        _require(self.sparsity != 1, "sparsity", self.sparsity, "a share of zeros in [0, 1)")
+        for name in ("steps", "polish"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(0 < self.learning_rate < 10, "learning_rate", self.learning_rate, "a positive number below 10")
         _require(0 <= self.weight_decay < 10, "weight_decay", self.weight_decay, "0 or more, below 10")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
@@ -122,7 +179,7 @@ class CompressionConfig:
         _require(self.calibration_tokens >= self.sequence_length, "calibration_tokens", self.calibration_tokens, wanted)
 
     def _check_choices(self) -> None:
-        choices = {"solver": SOLVERS, "objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES,
+        choices = {"solver": SOLVERS, "basis": BASES, "objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES,
                    "device": DEVICES, "dtype": DTYPES}  # fmt: skip
         for name, allowed in choices.items():
             _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
@@ -191,7 +248,8 @@ class EvaluationConfig:
 
 def _check_numbers(config: CompressionConfig) -> None:
     for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), {int: (int,), float: (int, float)}.get(type(field.default))
+        value = getattr(config, field.name)
+        kinds = _NUMBERS.get(field.type)
         if kinds and (not isinstance(value, kinds) or isinstance(value, bool)):
             expected = "a whole number" if kinds == (int,) else "a number"
             raise ConfigError(f"{field.name} is {value!r}; expected {expected}.")

@@ -39,11 +39,12 @@ class Inspection:
     def table(self) -> str:
         """For a terminal: one row per matrix, then the sizes."""
         rows = [
-            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", str(group["rank"]), f"{m['sparsity']:.3f}"]
+            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", group["basis"], str(group["rank"]),
+             f"{m['sparsity']:.3f}"]
             for group in self.groups
             for m in group["matrices"]
         ]
-        head = ["matrix", "group", "role", "d x f", "rank", "sparsity"]
+        head = ["matrix", "group", "role", "d x f", "basis", "rank", "sparsity"]
         what = "compressed" if self.compressed else "planned"
         planned = f"dense; would be compressed as follows (matrices found by {self.found_by})"
         title = f"{self.model}: {'compressed by fips' if self.compressed else planned}"
@@ -106,7 +107,8 @@ def _packed(group: PackedGroupInfo) -> dict[str, Any]:
         {"name": m.name, "role": m.role, "f": m.f, "nnz": m.nnz, "sparsity": 1 - m.nnz / (group.rank * m.f)}
         for m in group.members
     ]
-    return {"name": group.name, "d": group.d, "rank": group.rank, "dtype": group.dtype, "matrices": matrices}
+    return {"name": group.name, "d": group.d, "rank": group.rank, "columns": group.columns, "basis": group.basis,
+            "dtype": group.dtype, "matrices": matrices}  # fmt: skip
 
 
 def _planned(plan: Plan) -> list[dict[str, Any]]:
@@ -114,11 +116,11 @@ def _planned(plan: Plan) -> list[dict[str, Any]]:
     for group in plan.groups:
         if group.plan is None:
             continue
-        share = 1 - group.plan.keep / (group.plan.rank * sum(group.plan.widths))
-        matrices = [{"name": s.disk_name, "role": s.role, "f": s.f, "sparsity": share} for s in group.sites]
+        sparsity = group.plan.sparsity
+        matrices = [{"name": s.disk_name, "role": s.role, "f": s.f, "sparsity": sparsity} for s in group.sites]
         dtype = str(plan.dtype).removeprefix("torch.")
-        groups.append({"name": group.name, "d": group.plan.d, "rank": group.plan.rank, "dtype": dtype,
-                       "matrices": matrices})  # fmt: skip
+        groups.append({"name": group.name, "d": group.plan.d, "rank": group.plan.rank, "columns": group.plan.columns,
+                       "basis": group.plan.basis, "dtype": dtype, "matrices": matrices})  # fmt: skip
     return groups
 
 

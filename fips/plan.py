@@ -110,7 +110,7 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
     dtype = _stored_dtype(source, sites, config.dtype)
     blocks = blocks_of(model, spec)
     ranges = group_blocks(sites, len(blocks), config.group_size, config.groups)
-    groups = plan_groups(sites, ranges, config.budget, config.sparsity, dtype.itemsize)
+    groups = plan_groups(sites, ranges, config, dtype.itemsize)
     views = tuple(
         BlockView(i, path, block, tuple(s for s in sites if s.block == i)) for i, (path, block) in enumerate(blocks)
     )

@@ -63,6 +63,11 @@ class GroupReport:
         error_after: Output → the same of what was stored. With the moments solver the outputs are every linear's.
         dead_features: Matrix → input features no calibration token activates.
         seconds: Wall time.
+        basis: "shared", or "identity" when U = I and nothing of it is stored.
+        tried: Plans of equal bytes that the moments solver tried: basis, rank, sparsity, error and alternations of
+            each; the one with the smallest error was stored.
+        polish: Held-out errors of the MLPs' outputs before and after the gradient steps that followed the solve, and
+            whether they were kept. `error_after` is from before these steps.
     """
 
     name: str
@@ -77,6 +82,9 @@ class GroupReport:
     error_after: dict[str, float]
     dead_features: dict[str, int]
     seconds: float
+    basis: str = "shared"
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    polish: dict[str, Any] | None = None
 
     @property
     def mean_before(self) -> float:
@@ -132,11 +140,11 @@ class CompressionReport:
     def table(self) -> str:
         """The report for a terminal."""
         groups = [
-            [f"{g.first}-{g.last}", str(g.rank), f"{_mean(g.sparsity):.3f}", f"{g.mean_before:.4f}",
+            [f"{g.first}-{g.last}", g.basis, str(g.rank), f"{_mean(g.sparsity):.3f}", f"{g.mean_before:.4f}",
              f"{g.mean_after:.4f}", f"{g.packed_bytes / g.dense_bytes:.3f}", f"{g.seconds:.0f}"]
             for g in self.groups
         ]  # fmt: skip
-        head = ["blocks", "rank", "sparsity", "error SVD", "error", "bytes kept", "seconds"]
+        head = ["blocks", "basis", "rank", "sparsity", "error SVD", "error", "bytes kept", "seconds"]
         text = format_table(head, groups)
         if self.sizes:
             text += "\n\n" + format_table(["size", "compressed", f"dense ({self.dtype})", "kept"], self.sizes.rows())

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from fips.stages.calibration import Calibration
 from fips.stages.factorize import factorize
 from fips.stages.grouping import Group
 from fips.stages.moments import collect_moments
+from fips.stages.polish import polish
 from fips.stages.reconstruct import Reconstruction, reconstruct
-from fips.stages.solve import solve_group
+from fips.stages.solve import GroupProblem, solve_group
 from fips.stages.stream import Stream, advance, start_stream
 
 
@@ -90,14 +91,24 @@ def _reconstruct(
     weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
     biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
     if config.solver == "moments" and config.steps > 0:
-        run.progress.start_group(label, config.rounds)
-        moments = collect_moments(views, stream)
-        result = solve_group(group, weights, biases, moments, config, run.progress.step, dtype=run.plan.dtype)
+        run.progress.start_group(label, config.rounds + config.polish)
+        moments = collect_moments(views, stream, config.seed if config.objective == "mlp" else None)
+        problem = GroupProblem.of(group, weights, biases, moments)
+        result = solve_group(group, problem, config, run.progress.step, dtype=run.plan.dtype)
+        if config.polish:
+            result = _polished(run, views, stream, result)
         return result, moments.ahead
     run.progress.start_group(label, config.steps)
-    start = factorize(group, weights, biases)
+    start = factorize(group, weights, biases, group.require_plan().rank)
     del weights
     return reconstruct(group, views, stream, start, config, run.progress.step, dtype=run.plan.dtype), None
+
+
+def _polished(run: Run, views: tuple[BlockView, ...], stream: Stream, result: Reconstruction) -> Reconstruction:
+    """Gradient steps on the solved factors."""
+    with torch.enable_grad():
+        found = polish(result.factors, views, stream, run.config, run.progress.step, dtype=run.plan.dtype)
+    return replace(result, factors=found.factors, polish=found.to_dict())
 
 
 def _advance(
@@ -134,4 +145,5 @@ def _group_report(group: Group, packed: PackedGroup, result: Reconstruction, sec
         sparsity={m.name: 1 - m.nnz / (info.rank * m.f) for m in info.members},
         packed_bytes=info.packed_bytes(), ideal_bytes=info.ideal_bytes(), dense_bytes=info.dense_bytes(),
         error_before=result.before, error_after=result.after, dead_features=result.dead, seconds=seconds,
+        basis=info.basis, tried=result.tried, polish=result.polish,
     )  # fmt: skip

@@ -25,12 +25,13 @@ def rebuilt(dense: Path, out: Path) -> torch.nn.Module:
     plan = make_plan(open_source(dense), fips.CompressionConfig(group_size=2, device="cpu"))
     sites = {site.disk_name: site for site in plan.sites}
     for group in json.loads((out / "config.json").read_text())["quantization_config"]["groups"]:
-        U = stored[f"fips_bases.{group['name']}"].float()
+        A = stored.get(f"fips_bases.{group['name']}", torch.empty(group["d"], 0)).float()
+        lead = group["d"] if group["identity"] else 0
         for member in group["members"]:
             site = sites[member["name"]]
             V = unpack(stored[f"{site.disk_name}.weight"], stored[f"{site.disk_name}.mask"], site.f).float()
             linear = model.get_submodule(site.name)
-            W = U @ V
+            W = V[:lead] + A @ V[lead:] if lead else A @ V
             with torch.no_grad():
                 linear.weight.copy_(W.T if site.transposed else W)
                 if f"{site.disk_name}.bias" in stored:
@@ -88,12 +89,12 @@ def test_all_sites_are_found_and_reading_then_writing_changes_nothing(family: st
 def test_full_rank_without_zeros_gives_the_source_logits(family: str, tmp_path: Path, settings) -> None:
     """A budget that keeps everything (r = d, s = 0); the size check is bypassed, as such a plan is refused."""
     from fips.linalg.budget import GroupPlan
-    from fips.stages import grouping
+    from fips.stages import candidates, grouping
 
     dense = write_model(family, tmp_path / "dense")
     whole = lambda d, widths, budget, sparsity: GroupPlan(d, tuple(widths), d, d * sum(widths))  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "plan_group", whole)
+        patch.setattr(candidates, "plan_group", whole)
         patch.setattr(grouping, "check_smaller", lambda *_: None)
         fips.compress(dense, tmp_path / "out", settings(steps=0))
     expected = logits(AutoModelForCausalLM.from_pretrained(dense))

@@ -119,3 +119,44 @@ def test_inputs_of_the_compressed_prefix_change_the_result(llama: Path, settings
     prefix = fips.compress(llama, tmp_path / "b", settings(steps=1, inputs="compressed"))
     assert dense.groups[0].error_after == pytest.approx(prefix.groups[0].error_after, rel=1e-3)
     assert dense.files != prefix.files
+
+
+def test_the_sensitivity_is_the_squared_jacobian_of_the_block(plan: Plan) -> None:
+    """Averaged over many draws of the signs it is Σ_out (∂out/∂y_k)² per token, here from central differences."""
+    stream = stream_of(plan)
+    stream.dense, stream.calls = stream.dense[:1], stream.calls[:1]
+    stream.compressed = stream.dense
+    views, real = blocks_of_first_group(plan)
+    site = views[0].sites[0]
+    with real:
+        drawn = [collect_moments(views[:1], stream, seed).sensitivity[site.name] for seed in range(240)]
+        linear, step, exact = views[0].linear(site), 1e-2, []
+        for k in (0, 7, 31):
+            outs = []
+            for sign in (1, -1):
+                shift = torch.zeros(site.f)
+                shift[k] = sign * step
+                handle = linear.register_forward_hook(lambda _m, _a, out, shift=shift: out + shift)
+                with torch.no_grad():
+                    outs.append(trace_block(views[0], stream.calls[0][0], stream.dense[0]).hidden)
+                handle.remove()
+            exact.append((((outs[0] - outs[1]) / (2 * step)) ** 2).sum() / stream.dense[0][..., 0].numel())
+    found = torch.stack(drawn).mean(0)[[0, 7, 31]]
+    torch.testing.assert_close(found, torch.stack(exact), rtol=0.15, atol=1e-7)
+
+
+def test_channels_weigh_by_the_root_and_never_vanish(plan: Plan) -> None:
+    views, real = blocks_of_first_group(plan)
+    with real:
+        collected = collect_moments(views, stream_of(plan), 0)
+        without = collect_moments(views, stream_of(plan))
+    up = next(s for s in views[0].sites if s.role == "up")
+    down = next(s for s in views[0].sites if s.role == "down")
+    c = collected.sensitivity[up.name]
+    torch.testing.assert_close(collected.channels(up), (c / c.mean() + 0.01).sqrt())
+    assert collected.channels(down) is None
+    assert without.channels(up) is None
+    collected.sensitivity[up.name] = torch.zeros(up.f)
+    assert torch.equal(collected.channels(up), torch.ones(up.f))
+    for name, moments in without.of.items():
+        assert torch.equal(moments.second, collected.of[name].second)

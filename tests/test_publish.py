@@ -144,12 +144,24 @@ def test_a_tensor_of_the_source_that_is_called_mask_is_carried_over(llama: Path,
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("inputs", ["dense", "compressed"])
+@pytest.mark.parametrize("objective", ["linear", "mlp"])
 def test_reported_errors_are_those_of_the_stored_weights(
-    family: str, dtype: str, inputs: str, settings, tmp_path: Path
+    family: str, dtype: str, inputs: str, objective: str, settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured again from activations: the dense model's targets, the stored weights on the inputs they will see."""
+    from fips import stream_groups
+
+    sensitivity: dict[str, torch.Tensor] = {}
+    real = stream_groups.collect_moments
+
+    def collect(*args: object) -> object:
+        moments = real(*args)
+        sensitivity.update(moments.sensitivity)
+        return moments
+
+    monkeypatch.setattr(stream_groups, "collect_moments", collect)
     dense = write_model(family, tmp_path / "dense")
-    config = settings(dtype=dtype, inputs=inputs, group_size=1, batch_tokens=256)
+    config = settings(dtype=dtype, inputs=inputs, objective=objective, group_size=1, batch_tokens=256)
     report = fips.compress(dense, tmp_path / "out", config)
     model = AutoModelForCausalLM.from_pretrained(dense)
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
@@ -175,7 +187,10 @@ def test_reported_errors_are_those_of_the_stored_weights(
     target, ours = x @ W, z @ new
     if family == "gpt2":  # a bias takes up the mean
         target, ours = target - target.mean(0), ours - ours.mean(0)
-    expected = float((target - ours).square().sum() / target.square().sum())
+    c = sensitivity.get(name)
+    assert (c is None) == (objective == "linear")
+    weight = torch.ones(W.shape[1]).double() if c is None else (c / c.mean() + 0.01).double()
+    expected = float((weight * (target - ours).square()).sum() / (weight * target.square()).sum())
     assert report.groups[1].error_after[name] == pytest.approx(expected, rel=0.02)
 
 

@@ -9,7 +9,7 @@ import fips
 from fips.linalg.quadratic import Operator, Quadratic, conjugate_gradients, damped
 from fips.linalg.solve import Effort, Gram, SparseProjection, alternate, initial_basis, solve_basis
 from fips.stages.grouping import Group
-from fips.stages.solve import split_evenly
+from fips.stages.candidates import split_evenly
 
 D, F = 6, 10
 
@@ -154,7 +154,7 @@ def test_a_setting_of_the_other_solver_is_refused() -> None:
 
 def test_a_group_without_matrices_and_an_operator_without_terms_are_mistakes() -> None:
     with pytest.raises(ValueError, match="blocks_0_1 has no matrix"):
-        Group("blocks_0_1", 0, 1, (), None).require_plan()
+        Group("blocks_0_1", 0, 1, (), ()).require_plan()
     with pytest.raises(ValueError, match="without terms"):
         Operator([])(torch.ones(2, 2))
 

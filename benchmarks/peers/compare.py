@@ -95,10 +95,30 @@ def _maintained(method: str) -> "Method":
     return make
 
 
+def _fips(basis: str) -> "Method":
+    def make(source: Path, out: Path, share: float, tokens: Tokens) -> Made:
+        from fips import CompressionConfig, compress
+        from fips.progress import Progress
+
+        config = CompressionConfig(
+            target_size=share, basis=basis, calibration=str(tokens.text), calibration_tokens=tokens.count,
+            sequence_length=tokens.length, dtype="bfloat16", device="cpu",
+        )  # fmt: skip
+        sizes = compress(source, out, config, progress=Progress()).sizes
+        if sizes is None:
+            raise RuntimeError("the report has no sizes")
+        return Made(sizes.matrix_bytes, sizes.dense_matrix_bytes)
+
+    return make
+
+
 # To add a method: a function of source folder, output folder, share of the bytes, and tokens. It writes a checkpoint
 # that fips.evaluate reads. It imports what it needs itself, as only the process that runs it should pay for that.
 Method = Callable[[Path, Path, float, Tokens], Made]
 METHODS: dict[str, Method] = {
+    "fips-auto": _fips("auto"),
+    "fips-shared": _fips("shared"),
+    "fips-identity": _fips("identity"),
     "sparsegpt": _reference("sparsegpt"),
     "wanda": _reference("wanda"),
     "svd": _reference("svd"),

@@ -42,6 +42,7 @@ class PackedGroupInfo:
         rank: Columns of U.
         dtype: "float32", "bfloat16" or "float16".
         members: Its linears.
+        identity: Whether the first d columns of U are the identity, which is not stored.
     """
 
     name: str
@@ -49,11 +50,22 @@ class PackedGroupInfo:
     rank: int
     dtype: str
     members: tuple[Member, ...]
+    identity: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Stored columns of U."""
+        return self.rank - self.d if self.identity else self.rank
+
+    @property
+    def basis(self) -> str:
+        """"identity" when nothing of U is stored, else "shared"."""
+        return "shared" if self.columns else "identity"
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor the group must have on disk, biases left out."""
         values = DTYPE_NAMES[self.dtype]
-        infos = {basis_key(self.name): TensorInfo(values, (self.d, self.rank))}
+        infos = {basis_key(self.name): TensorInfo(values, (self.d, self.columns))} if self.columns else {}
         for member in self.members:
             infos[f"{member.name}.weight"] = TensorInfo(values, (member.nnz,))
             infos[f"{member.name}.mask"] = TensorInfo(torch.uint8, (self.rank, (member.f + 7) // 8))
@@ -68,8 +80,8 @@ class PackedGroupInfo:
         return self.d * sum(m.f for m in self.members) * DTYPE_NAMES[self.dtype].itemsize
 
     def parameters(self) -> int:
-        """Non-zeros of U and V, as the parameter budget counts."""
-        return self.d * self.rank + sum(m.nnz for m in self.members)
+        """Stored values of U and non-zeros of V, as the parameter budget counts."""
+        return self.d * self.columns + sum(m.nnz for m in self.members)
 
     def ideal_bytes(self) -> int:
         """Values and basis plus exactly one bit per mask entry."""
@@ -146,7 +158,10 @@ def _group(raw: object) -> PackedGroupInfo:
     if not members:
         raise FormatError(f"config.json: {where} has no member.")
     d, rank = (_positive(raw, key, where) for key in ("d", "rank"))
-    return PackedGroupInfo(name, d, rank, dtype, tuple(_member(m, where, rank) for m in members))
+    identity = raw.get("identity", False) if isinstance(raw, dict) else None
+    if not isinstance(identity, bool) or (identity and rank < d):
+        raise FormatError(f"config.json: identity of {where} is {identity!r} at rank {rank} and width {d}.")
+    return PackedGroupInfo(name, d, rank, dtype, tuple(_member(m, where, rank) for m in members), identity)
 
 
 def _member(raw: object, where: str, rank: int) -> Member:

@@ -33,9 +33,9 @@ class PackedGroup:
 
     def weight(self, site: Site) -> Tensor:
         """The linear's weight exactly as a loaded model has it, in the stored layout."""
-        U = self.tensors[basis_key(self.info.name)]
         V = unpack(self.tensors[f"{site.disk_name}.weight"], self.tensors[f"{site.disk_name}.mask"], site.f)
-        return from_canonical(rebuild(U, V), transposed=site.transposed)
+        U = self.tensors.get(basis_key(self.info.name))
+        return from_canonical(rebuild(V.new_empty(site.d, 0) if U is None else U, V), transposed=site.transposed)
 
     def bias(self, site: Site) -> Tensor | None:
         """The linear's bias, if it has one."""
@@ -60,7 +60,7 @@ def pack_group(
     Args:
         name: Group name.
         sites: Its matrices.
-        basis: U, (d, r).
+        basis: Stored columns of U, (d, k): all of them, or those after a leading identity (k = r - d, may be 0).
         projections: Module name → V, (r, f).
         biases: Module name → bias.
         dtype: dtype of the stored values.
@@ -71,7 +71,11 @@ def pack_group(
     U = basis.cpu().to(dtype)
     if not torch.isfinite(U).all():
         raise NumericalError(f"the basis of {name} holds NaN or infinite values as {dtype}; nothing is stored.")
-    tensors, members = {basis_key(name): U}, []
+    d, columns = U.shape
+    rank = len(projections[sites[0].name])
+    if rank - columns not in (0, d):
+        raise ValueError(f"{name}: {columns} stored columns of width {d} do not make a basis of rank {rank}")
+    tensors, members = {basis_key(name): U} if columns else {}, []
     for site in sites:
         try:
             values, mask = pack(projections[site.name].cpu().to(dtype))
@@ -81,5 +85,5 @@ def pack_group(
         if site.name in biases:
             tensors[f"{site.disk_name}.bias"] = biases[site.name].cpu().to(dtype)
         members.append(Member(site.disk_name, site.role, site.f, values.numel()))
-    info = PackedGroupInfo(name, U.shape[0], U.shape[1], dtype_name(dtype), tuple(members))
+    info = PackedGroupInfo(name, d, rank, dtype_name(dtype), tuple(members), identity=rank != columns)
     return PackedGroup(info, tensors)

@@ -78,7 +78,8 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
             groups = as_stored(groups, stored)
             check_packed(groups, stored)
         rename = _linear_renamer(model)
-        install_(model, {g.name: (g.rank, _shapes(g, rename)) for g in groups}, dtype or torch.get_default_dtype())
+        shapes = {g.name: (g.rank, g.columns, _shapes(g, rename)) for g in groups}
+        install_(model, shapes, dtype or torch.get_default_dtype())
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:

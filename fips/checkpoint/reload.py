@@ -55,10 +55,11 @@ def _group_as_stored(
         found = [m for m in masks if m.endswith(f".{member.name}") or member.name.endswith(f".{m}")]
         return found[0] if len(found) == 1 else member.name
 
-    basis = stored.get(basis_key(group.name))
-    known = basis is not None and basis[1].dtype in DTYPE_NAMES.values()
-    dtype = dtype_name(basis[1].dtype) if basis is not None and known else group.dtype
-    return replace(group, dtype=dtype, members=tuple(replace(m, name=name(m)) for m in group.members))
+    members = tuple(replace(m, name=name(m)) for m in group.members)
+    found = stored.get(basis_key(group.name) if group.columns else f"{members[0].name}.weight")
+    known = found is not None and found[1].dtype in DTYPE_NAMES.values()
+    dtype = dtype_name(found[1].dtype) if found is not None and known else group.dtype
+    return replace(group, dtype=dtype, members=members)
 
 
 def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> None:

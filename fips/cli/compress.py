@@ -6,7 +6,17 @@ from typing import Any
 import click
 
 from fips.cli.options import Command, model_options, output_options, progress_of, show
-from fips.config import INPUTS, OBJECTIVES, RECIPES, SCHEDULES, SOLVERS, CompressionConfig, parse_groups, parse_size
+from fips.config import (
+    BASES,
+    INPUTS,
+    OBJECTIVES,
+    RECIPES,
+    SCHEDULES,
+    SOLVERS,
+    CompressionConfig,
+    parse_groups,
+    parse_size,
+)
 from fips.report import human_bytes
 
 _DEFAULT = CompressionConfig()
@@ -14,7 +24,7 @@ _DEFAULT = CompressionConfig()
 
 def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Command]:
     """An option whose default comes from the recipe: it stays None unless given."""
-    default = getattr(_DEFAULT, name, None)
+    default = None if name == "target_size" else getattr(_DEFAULT, name, None)
     default = human_bytes(default) if name == "max_shard_size" and default else default
     shown = f"  [default: {default}]" if default is not None else ""
     return click.option("--" + name.replace("_", "-"), name, default=None, help=help_text + shown, **kwargs)
@@ -27,7 +37,11 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 @click.option("--recipe", type=click.Choice(RECIPES), default="default", show_default=True,
               help="paper: the hyperparameters of arXiv 2411.09816; single options still override.")  # fmt: skip
 @_setting("budget", "Share of the MLP parameters kept: non-zeros of U and V.", type=float)
+@_setting("target_size", "Share of the MLP matrices' bytes kept, instead of a budget; rank and sparsity are then "
+          "chosen for every group.", type=float)  # fmt: skip
 @_setting("sparsity", "Share of zeros in V.", type=float)
+@_setting("basis", "Moments solver: one basis for a group (shared), plain pruning without a basis (identity), or the "
+          "better of the two (auto).", type=click.Choice(BASES))  # fmt: skip
 @_setting("group_size", "Consecutive blocks that share one basis.", type=int)
 @_setting("groups", "Explicit groups of blocks, such as 0-1,2-5,6-9, instead of equal ones.", type=str)
 @click.option("--include", multiple=True, help="Compress only matrices whose name matches this glob; repeatable.")
@@ -38,7 +52,9 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 @_setting("solver", "moments: second-order solves on the activations' second moments; gradient: the paper's AdamW.",
           type=click.Choice(SOLVERS))  # fmt: skip
 @_setting("rounds", "Moments solver: alternations at most.", type=int)
-@_setting("objective", "Gradient solver: what is reconstructed, the MLP's output, or every linear's (Eq. 1).",
+@_setting("polish", "Moments solver: gradient steps per group after the solve, kept where held-out error falls.",
+          type=int)  # fmt: skip
+@_setting("objective", "What is reconstructed: the MLP's output, or every linear's (Eq. 1).",
           type=click.Choice(OBJECTIVES))  # fmt: skip
 @_setting("inputs", "Calibration activations: of the dense model, or of the compressed prefix.",
           type=click.Choice(INPUTS))  # fmt: skip

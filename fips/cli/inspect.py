@@ -5,16 +5,19 @@ from typing import Any
 import click
 
 from fips.cli.options import output_options, progress_of, show
-from fips.config import DTYPES, CompressionConfig, parse_groups
+from fips.config import BASES, DEFAULT_BUDGET, DEFAULT_SPARSITY, DTYPES, CompressionConfig, parse_groups
 
 
 @click.command("inspect")
 @click.argument("path")
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
-@click.option("--budget", type=float, default=CompressionConfig.budget, show_default=True,
-              help="For a dense checkpoint, as in compress: share of the MLP parameters kept.")  # fmt: skip
-@click.option("--sparsity", type=float, default=CompressionConfig.sparsity, show_default=True,
-              help="As in compress: share of zeros in V.")  # fmt: skip
+@click.option("--budget", type=float,
+              help=f"For a dense checkpoint, as in compress: share of the MLP parameters kept.  [default: "
+                   f"{DEFAULT_BUDGET}]")  # fmt: skip
+@click.option("--target-size", type=float, help="As in compress: share of the MLP matrices' bytes kept.")
+@click.option("--sparsity", type=float, help=f"As in compress: share of zeros in V.  [default: {DEFAULT_SPARSITY}]")
+@click.option("--basis", type=click.Choice(BASES), default=CompressionConfig.basis, show_default=True,
+              help="As in compress: shared basis, plain pruning (identity), or the better one.")  # fmt: skip
 @click.option("--group-size", type=int, default=CompressionConfig.group_size, show_default=True,
               help="As in compress: blocks per group.")  # fmt: skip
 @click.option("--groups", help="As in compress: explicit groups of blocks instead of equal ones.")

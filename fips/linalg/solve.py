@@ -55,7 +55,8 @@ class Effort:
 def initial_basis(matrices: Sequence[Quadratic], rank: int) -> Tensor:
     """[I | leading directions of the matrices in the metric of their data], the first `rank` columns.
 
-    With the identity among its atoms a factorization contains plain pruning as a special case.
+    Below d columns it is the leading directions alone. With the identity among its atoms a factorization contains plain
+    pruning as a special case.
 
     Returns:
         U, (d, rank).
@@ -67,7 +68,7 @@ def initial_basis(matrices: Sequence[Quadratic], rank: int) -> Tensor:
         level = 1.0 if m.left is None else float(m.left.diagonal().mean())
         C += WR @ m.W.T * (level * m.weight)
     directions = spectrum(C)[1].flip(1)
-    if rank <= d:
+    if rank < d:
         return directions[:, :rank].contiguous()
     atoms = torch.cat([torch.eye(d, dtype=C.dtype, device=C.device), directions], 1)
     if rank > 2 * d:  # more atoms than that: averages of random pairs, so that none is zero or a copy
@@ -173,14 +174,25 @@ class Gram:
         return self._spectrum
 
 
-def solve_basis(matrices: Sequence[Quadratic], projections: Sequence[Tensor], U: Tensor, iterations: int) -> Tensor:
+def solve_basis(
+    matrices: Sequence[Quadratic], projections: Sequence[Tensor], U: Tensor, iterations: int, *, fixed: int = 0
+) -> Tensor:
     """U for fixed V: conjugate gradients on Σ wᵢ Lᵢ U (Vᵢ Rᵢ Vᵢᵀ) = Σ wᵢ Lᵢ Wᵢ Rᵢ Vᵢᵀ, wᵢ = 1 / energy of Wᵢ.
 
     Matrices that share one left moment (gate and up of a block) share one product.
 
+    Args:
+        matrices: Objectives of a group.
+        projections: V of each, (r, f).
+        U: Where to start, (d, r).
+        iterations: Conjugate-gradient steps.
+        fixed: Leading columns of U that stay as they are.
+
     Returns:
         U, (d, r).
     """
+    if fixed >= U.shape[1]:
+        return U
     sums: dict[int, tuple[Tensor | None, Tensor]] = {}
     rhs, diagonal = torch.zeros_like(U), torch.zeros_like(U)
     for m, V in zip(matrices, projections, strict=True):
@@ -190,7 +202,13 @@ def solve_basis(matrices: Sequence[Quadratic], projections: Sequence[Tensor], U:
         diagonal += left[:, None] * C.diagonal()
         known = sums.get(id(m.left))
         sums[id(m.left)] = (m.left, C if known is None else known[1] + C)
-    return conjugate_gradients(Operator(list(sums.values())), rhs, U, diagonal.clamp_min(_TINY), iterations)
+    if not fixed:
+        return conjugate_gradients(Operator(list(sums.values())), rhs, U, diagonal.clamp_min(_TINY), iterations)
+    held, free = U[:, :fixed], U[:, fixed:]
+    taken = Operator([(L, C[:fixed, fixed:]) for L, C in sums.values()])(held)  # what the fixed columns explain
+    operator = Operator([(L, C[fixed:, fixed:]) for L, C in sums.values()])
+    diagonal = diagonal[:, fixed:].clamp_min(_TINY)
+    return torch.cat([held, conjugate_gradients(operator, rhs[:, fixed:] - taken, free, diagonal, iterations)], 1)
 
 
 @dataclass(frozen=True)
@@ -216,6 +234,8 @@ def alternate(
     keep: Sequence[int],
     effort: Effort,
     progress: Callable[[int, float], None] = lambda _n, _e: None,
+    *,
+    fixed: int = 0,
 ) -> Solution:
     """Solves for every V, then for U, until the error stops falling; the best alternation is returned.
 
@@ -225,6 +245,7 @@ def alternate(
         keep: Non-zeros of every V.
         effort: How hard to work.
         progress: Called after every alternation with 1 and the mean relative error.
+        fixed: Leading columns of U that stay as they are (an identity that is not stored).
     """
     projections = [SparseProjection(m, k) for m, k in zip(matrices, keep, strict=True)]
     best = Solution(U, [], float("inf"), 0)
@@ -236,7 +257,7 @@ def alternate(
         for p in projections:
             p.solve(ahead, grams[id(p.matrix.left)], effort)
         V = [p.V for p in projections if p.V is not None]
-        U = solve_basis(matrices, V, ahead, effort.basis)
+        U = solve_basis(matrices, V, ahead, effort.basis, fixed=fixed)
         error = sum(m.relative_error(U, v) for m, v in zip(matrices, V, strict=True)) / len(matrices)
         progress(1, error)
         fell = best.error - error

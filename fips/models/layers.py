@@ -18,11 +18,11 @@ class SharedBases(nn.Module):
     """
 
     def add_(self, group: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        """Makes room for the basis of a group, (d, r)."""
+        """Makes room for the stored columns of a group's basis, (d, k), k > 0."""
         self.register_parameter(group, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
 
     def forward(self, group: str) -> Tensor:
-        """U of a group, (d, r).
+        """Stored columns of a group's U, (d, k).
 
         Raises:
             FormatError: If its values were never loaded.
@@ -52,11 +52,13 @@ class CompressedLinear(nn.Module):
             group: Key of U in `bases`.
             role: "up" or "down".
             f: Inner size of the matrix.
-            packed: `nnz`, `rank`, `dtype` of the values, and `bias`: the shape of the bias or None.
+            packed: `nnz`, `rank`, `d`, `columns` (stored ones of U), `dtype` of the values, and `bias`: the shape of
+                the bias or None.
         """
         super().__init__()
         self.__dict__["_bases"] = bases  # not a submodule: U must appear under its owner only
         self.group, self.role, self.f = group, role, f
+        self.d, self.columns = packed["d"], packed["columns"]
         values = torch.empty(packed["nnz"], dtype=packed["dtype"])
         bits = torch.empty(packed["rank"], (f + 7) // 8, dtype=torch.uint8)
         self.weight = nn.Parameter(values, requires_grad=False)
@@ -66,7 +68,9 @@ class CompressedLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(packed["bias"], dtype=packed["dtype"]), requires_grad=False)
 
     def basis(self) -> Tensor:
-        """U on this layer's device, (d, r)."""
+        """Stored columns of U on this layer's device, (d, k); of a pure identity nothing is stored and k is 0."""
+        if not self.columns:
+            return self.weight.detach().new_empty(self.d, 0)
         U: Tensor = self.__dict__["_bases"](self.group)
         return U.to(self.weight.device)
 
@@ -88,6 +92,21 @@ class CompressedLinear(nn.Module):
         return f"group={self.group}, role={self.role}, f={self.f}, nnz={self.weight.numel()}"
 
 
-def rebuild(U: Tensor, V: Tensor) -> Tensor:
-    """W = U V, (d, f): computed in float32, rounded once to the factors' dtype."""
-    return (U.float() @ V.float()).to(V.dtype)
+def rebuild(basis: Tensor, V: Tensor) -> Tensor:
+    """W = U V, (d, f): computed in float32, rounded once to the factors' dtype.
+
+    Args:
+        basis: Stored columns of U, (d, k). With k = r all of U; with k = r - d (which may be 0) U = [I | basis], and
+            W = V[:d] + basis V[d:].
+        V: Projection, (r, f).
+
+    Raises:
+        FormatError: If k is neither.
+    """
+    d, k = basis.shape
+    if k == len(V):
+        return (basis.float() @ V.float()).to(V.dtype)
+    if k + d != len(V):
+        raise FormatError(f"a basis of shape {d} x {k} does not fit a projection of {len(V)} rows.")
+    W = V[:d].float()
+    return (W + basis.float() @ V[d:].float() if k else W).to(V.dtype)

@@ -32,12 +32,14 @@ class LinearShape:
     nnz: int
 
 
-def install_(model: nn.Module, groups: Mapping[str, tuple[int, Sequence[LinearShape]]], dtype: torch.dtype) -> None:
+def install_(
+    model: nn.Module, groups: Mapping[str, tuple[int, int, Sequence[LinearShape]]], dtype: torch.dtype
+) -> None:
     """Replaces the linears of every group by empty compressed ones and adds the owner of the bases.
 
     Args:
         model: A model whose parameters may be on meta.
-        groups: Group name → (rank, its linears).
+        groups: Group name → (rank, stored columns of U, its linears).
         dtype: dtype the factors are loaded in.
 
     Raises:
@@ -45,13 +47,15 @@ def install_(model: nn.Module, groups: Mapping[str, tuple[int, Sequence[LinearSh
     """
     bases = SharedBases()
     model.add_module("fips_bases", bases)
-    for group, (rank, linears) in groups.items():
-        bases.add_(group, (linears[0].d, rank), dtype)
+    for group, (rank, columns, linears) in groups.items():
+        if columns:
+            bases.add_(group, (linears[0].d, columns), dtype)
         for linear in linears:
             old = _linear(model, linear)
             bias = getattr(old, "bias", None)
             shape = None if bias is None else tuple(bias.shape)
-            packed = {"nnz": linear.nnz, "rank": rank, "dtype": dtype, "bias": shape}
+            packed = {"nnz": linear.nnz, "rank": rank, "d": linear.d, "columns": columns, "dtype": dtype,
+                      "bias": shape}  # fmt: skip
             new = CompressedLinear(bases, group, linear.role, linear.f, packed)
             new.__dict__["_dense_type"] = (type(old), is_transposed(old, linear.role))
             _replace_(model, linear.name, new)

@@ -84,6 +84,53 @@ def trace_block(view: BlockView, call: Call, hidden: Tensor, weights: dict[str, 
     return trace
 
 
+def trace_sensitivity(
+    view: BlockView, call: Call, hidden: Tensor, generator: torch.Generator
+) -> tuple[Trace, dict[str, Tensor]]:
+    """Runs a block like `trace_block` and measures how much every output of its up-type linears matters.
+
+    One backward pass of random signs ε from the block's output to the outputs y of the up-type linears: the squared
+    gradient of εᵀ out in y_k has the expectation ‖∂out/∂y_k‖² (Hutchinson's estimator), and a token is one sample.
+
+    Args:
+        view: The block, materialized, its parameters without gradients.
+        call: Its recorded arguments.
+        hidden: Hidden state, (windows, length, d).
+        generator: Draws the signs, on the CPU.
+
+    Returns:
+        The trace, and up-type site name → squared gradients summed over the tokens, (f,), float32.
+    """
+    leaves: dict[str, Tensor] = {}
+    ups = [site for site in view.sites if site.role == "up"]
+    handles = [view.linear(site).register_forward_hook(_cut(leaves, site)) for site in ups]
+    try:
+        with torch.enable_grad():
+            trace = trace_block(view, call, hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    squares: dict[str, Tensor] = {}
+    if trace.hidden.requires_grad:
+        signs = torch.randint(0, 2, trace.hidden.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        gradients = torch.autograd.grad(trace.hidden, list(leaves.values()), signs.to(trace.hidden), allow_unused=True)
+        for name, g in zip(leaves, gradients, strict=True):
+            squares[name] = torch.zeros(leaves[name].shape[-1]) if g is None else _flat(g).float().square().sum(0)
+    inputs = {name: x.detach() for name, x in trace.inputs.items()}
+    outputs = {name: y.detach() for name, y in trace.outputs.items()}
+    return Trace(trace.hidden.detach(), inputs, outputs), squares
+
+
+def _cut(leaves: dict[str, Tensor], site: Site) -> Callable[..., Tensor]:
+    """Makes a linear's output a leaf, so that a backward pass ends there."""
+
+    def hook(_module: nn.Module, _args: Sequence[Tensor], output: Tensor) -> Tensor:
+        leaves[site.name] = output.detach().requires_grad_()
+        return leaves[site.name]
+
+    return hook
+
+
 def run_mlp(view: BlockView, trace: Trace, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """MLP outputs with replaced weights on the inputs of an earlier trace.
 

@@ -15,7 +15,7 @@ class FactorizedGroup:
     """The factors of a group.
 
     Attributes:
-        basis: U, (d, r).
+        basis: Stored columns of U, (d, k): all r of them, or those after a leading identity (k = r - d, may be 0).
         projections: Module name of the linear → V, (r, f); zeros are exact zeros.
         biases: Module name → bias that belongs to the factors, where the linear has one.
     """
@@ -34,15 +34,17 @@ class FactorizedGroup:
         return FactorizedGroup(store(self.basis), projections, {n: store(b) for n, b in self.biases.items()})
 
 
-def factorize(group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor]) -> FactorizedGroup:
+def factorize(
+    group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor], rank: int
+) -> FactorizedGroup:
     """Truncated SVD of the group's matrices set side by side, grown when the rank exceeds d. Nothing is pruned.
 
     Args:
-        group: The group and its plan.
+        group: The group.
         weights: Module name → W, (d, f), float32.
         biases: Module name → bias, where there is one.
+        rank: Columns of U.
     """
-    rank = group.require_plan().rank
     U = leading_directions(moment(weights[s.name] for s in group.sites), rank)
     first = weights[group.sites[0].name]
     U = U.to(first.dtype).to(first.device)  # dtype first: MPS has no float64

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fips.config import CompressionConfig
 from fips.errors import ConfigError
-from fips.linalg.budget import GroupPlan, check_smaller, plan_group
+from fips.linalg.budget import GroupPlan, check_smaller
 from fips.models.sites import Site
+from fips.stages.candidates import candidate_plans
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,19 @@ class Group:
         first: First block number.
         last: Last block number.
         sites: Its matrices; empty when nothing in these blocks is compressed.
-        plan: Rank and non-zeros; None without sites.
+        plans: Shapes that compete for it, of equal stored bytes, the expected one first; empty without sites.
     """
 
     name: str
     first: int
     last: int
     sites: tuple[Site, ...]
-    plan: GroupPlan | None
+    plans: tuple[GroupPlan, ...]
+
+    @property
+    def plan(self) -> GroupPlan | None:
+        """The expected rank and non-zeros; None without sites."""
+        return self.plans[0] if self.plans else None
 
     def require_plan(self) -> GroupPlan:
         """The plan of a group that has matrices.
@@ -91,9 +98,9 @@ def _check_width(first: int, last: int, widths: dict[int, int]) -> None:
 
 
 def plan_groups(
-    sites: Sequence[Site], ranges: Sequence[tuple[int, int]], budget: float, sparsity: float, itemsize: int
+    sites: Sequence[Site], ranges: Sequence[tuple[int, int]], config: CompressionConfig, itemsize: int
 ) -> list[Group]:
-    """Groups with rank and non-zeros for the budget, each checked to be smaller than its dense matrices.
+    """Groups with rank and non-zeros for the settings, each checked to be smaller than its dense matrices.
 
     Raises:
         ConfigError: If the budget leaves no rank or a packed group would not be smaller.
@@ -102,8 +109,10 @@ def plan_groups(
     for first, last in ranges:
         name = f"blocks_{first}_{last}"
         members = tuple(s for s in sites if first <= s.block <= last)
-        plan = plan_group(members[0].d, [s.f for s in members], budget, sparsity) if members else None
-        if plan is not None:
+        plans = candidate_plans(members[0].d, [s.f for s in members], config, itemsize) if members else ()
+        if members and not plans:
+            raise ConfigError(f"target_size is {config.target_size}; it is too small for any basis of {name}.")
+        for plan in plans:
             check_smaller(plan, itemsize, name)
-        groups.append(Group(name, first, last, members, plan))
+        groups.append(Group(name, first, last, members, plans))
     return groups

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fips.errors import NumericalError
 from fips.linalg.quadratic import Quadratic, damped, on_cpu_where_needed
+from fips.models.blocks import Call
 from fips.models.sites import Site
-from fips.models.trace import BlockView, trace_block
+from fips.models.trace import BlockView, Trace, trace_block, trace_sensitivity
 from fips.stages.stream import Stream, check_finite
 
 
@@ -84,36 +85,72 @@ class GroupMoments:
     Attributes:
         of: Matrix name → its moments; gate and up of a block share one object.
         ahead: Hidden states of the dense model after the group, per batch.
+        sensitivity: Up-type matrix name → E‖∂out/∂y_k‖² of its outputs y, out being the block's output, (f,); empty
+            when it was not asked for.
     """
 
     of: dict[str, Moments]
     ahead: list[Tensor]
+    sensitivity: dict[str, Tensor]
+
+    def channels(self, site: Site) -> Tensor | None:
+        """Weights of the outputs of an up-type matrix in its error, (f,), or None where they all count the same.
+
+        They are the root of the sensitivity, relative to its mean; a hundredth is added, so that an output that does
+        not matter on the calibration text still counts.
+        """
+        if site.name not in self.sensitivity:
+            return None
+        c = self.sensitivity[site.name]
+        mean = c.mean()
+        return (c / mean + 1e-2).sqrt() if mean > 0 else torch.ones_like(c)
 
 
 @torch.no_grad()
-def collect_moments(views: Sequence[BlockView], stream: Stream) -> GroupMoments:
+def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None = None) -> GroupMoments:
     """Runs the calibration stream through a group's dense blocks once.
 
     With inputs of the compressed prefix the same dense blocks also run on its hidden states, and the moments are
     those of its activations, with cross moments to the dense ones.
 
+    Args:
+        views: The group's blocks, materialized.
+        stream: The stream, at the group's first block.
+        seed: Seed of the random signs that measure the sensitivity of the block's output to the outputs of the
+            up-type matrices; None leaves that out.
+
     Raises:
         NumericalError: If a block's output is not finite.
     """
     of: dict[str, Moments] = {}
+    sensitivity: dict[str, Tensor] = {}
+    generator = None if seed is None else torch.Generator().manual_seed(seed + views[0].number)
     ahead = []
     for batch in range(len(stream.dense)):
         hidden = stream.dense[batch].to(stream.device)
         prefix = stream.compressed[batch].to(stream.device) if stream.separate else hidden
         for view in views:
             call = stream.calls[batch][view.number]
-            dense = trace_block(view, call, hidden)
+            dense = _trace_dense(view, call, hidden, generator, sensitivity)
             ours = trace_block(view, call, prefix) if stream.separate else dense
             check_finite(dense.hidden, f"the output of block {view.number} ({view.path})")
             _add(of, view, dense.inputs, ours.inputs, crossed=stream.separate)
             hidden, prefix = dense.hidden, ours.hidden
         ahead.append(hidden.cpu())
-    return GroupMoments(of, ahead)
+    tokens = {name: of[name].tokens for name in sensitivity}
+    return GroupMoments(of, ahead, {name: c / tokens[name] for name, c in sensitivity.items()})
+
+
+def _trace_dense(
+    view: BlockView, call: Call, hidden: Tensor, generator: torch.Generator | None, sensitivity: dict[str, Tensor]
+) -> Trace:
+    """Runs a dense block; with a generator the squared gradients of its up-type outputs are added up as well."""
+    if generator is None:
+        return trace_block(view, call, hidden)
+    trace, squares = trace_sensitivity(view, call, hidden, generator)
+    for name, c in squares.items():
+        sensitivity[name] = sensitivity[name] + c if name in sensitivity else c
+    return trace
 
 
 def _add(

@@ -28,13 +28,17 @@ class TrainableGroup:
 
     def parameters(self) -> list[Tensor]:
         """Everything that is trained."""
-        return [self.U, *self.V.values(), *self.biases.values()]
+        return [t for t in (self.U, *self.V.values(), *self.biases.values()) if t.numel()]
 
     @torch.no_grad()
     def prune_(self, keep: int) -> None:
         """Keeps the `keep` largest entries over all V; one global threshold for the group."""
         self._masks = dict(zip(self.V, largest_masks(list(self.V.values()), keep), strict=True))
         self.mask_()
+
+    def freeze_masks_(self) -> None:
+        """Keeps exactly the entries that are not zero now."""
+        self._masks = {name: V.detach() != 0 for name, V in self.V.items()}
 
     @torch.no_grad()
     def mask_(self) -> None:
@@ -51,8 +55,10 @@ class TrainableGroup:
                 grad.mul_(M)
 
     def weight(self, site: Site) -> Tensor:
-        """W = U V of one matrix, (d, f)."""
-        return self.U @ self.V[site.name]
+        """W = U V of one matrix, (d, f); where U's leading identity is not stored, its rows of V are added."""
+        V = self.V[site.name]
+        lead = len(V) - self.U.shape[1]
+        return V[:lead] + self.U @ V[lead:] if lead else self.U @ V
 
     def block_weights(self, view: BlockView) -> dict[str, Tensor]:
         """Parameter name inside the block → factorized weight or trained bias, as the block stores it."""

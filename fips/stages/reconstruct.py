@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,12 +26,16 @@ class Reconstruction:
         before: Relative output errors of the start: truncated SVD, pruned once to the same number of non-zeros.
         after: Relative output errors of the result.
         dead: Matrix name → input features that no calibration token ever activates.
+        tried: Plans the moments solver tried, as JSON values.
+        polish: What gradient steps after the solve gave, as JSON values; None without them.
     """
 
     factors: FactorizedGroup
     before: dict[str, float]
     after: dict[str, float]
     dead: dict[str, int]
+    tried: list[dict[str, object]] = field(default_factory=list)
+    polish: dict[str, object] | None = None
 
 
 def prune_once(factors: FactorizedGroup, keep: int) -> FactorizedGroup:
@@ -70,9 +74,9 @@ def reconstruct(
     before = group_errors(TrainableGroup(pruned, trainable=False), views, stream, config)
     if config.steps == 0:
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
-    schedule = _schedule(config, keep, start)
+    settings = Training(config.steps, config.learning_rate, config.weight_decay, _schedule(config, keep, start))
     model = TrainableGroup(start, trainable=True)
-    trained = _train(model, schedule, Batches(views, stream, config, before), progress).rounded(dtype)
+    trained = train(model, Batches(views, stream, config, before), settings, progress).rounded(dtype)
     after = group_errors(TrainableGroup(trained, trainable=False), views, stream, config)
     if after.total() > before.total() or not math.isfinite(after.total()):
         return Reconstruction(pruned, before.relative(), before.relative(), before.dead)
@@ -101,15 +105,33 @@ def _schedule(config: CompressionConfig, keep: int, start: FactorizedGroup) -> P
     return PruningSchedule.over(config.schedule, 1 - keep / total, config.steps, config.mask_interval)
 
 
-def _train(model: TrainableGroup, schedule: PruningSchedule, data: Batches, progress: Progress) -> FactorizedGroup:
-    config, total = data.config, sum(V.numel() for V in model.V.values())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps, eta_min=config.learning_rate / 1000)
-    generator = torch.Generator().manual_seed(config.seed + data.views[0].number)
+@dataclass(frozen=True)
+class Training:
+    """How factors are trained.
+
+    Attributes:
+        steps: Optimizer steps.
+        rate: Peak learning rate of AdamW; cosine decay to a thousandth.
+        decay: Its weight decay.
+        schedule: When and how far V is pruned; None leaves its masks alone.
+    """
+
+    steps: int
+    rate: float
+    decay: float
+    schedule: PruningSchedule | None
+
+
+def train(model: TrainableGroup, data: Batches, settings: Training, progress: Progress) -> FactorizedGroup:
+    """Trains U, V and biases of a group jointly, V pruned by the schedule on the way."""
+    total = sum(V.numel() for V in model.V.values())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, weight_decay=settings.decay)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps, eta_min=settings.rate / 1000)
+    generator = torch.Generator().manual_seed(data.config.seed + data.views[0].number)
     batches = _batches(len(data.stream.dense), generator)
-    for step in range(config.steps):
-        if schedule.updates_at(step):
-            model.prune_(total - round(schedule.sparsity(step) * total))
+    for step in range(settings.steps):
+        if settings.schedule is not None and settings.schedule.updates_at(step):
+            model.prune_(total - round(settings.schedule.sparsity(step) * total))
         loss = _backward(model, data, next(batches))
         model.mask_gradients_()
         optimizer.step()

@@ -1,26 +1,92 @@
 """Factorizes a group from its second moments: exact full-batch solves instead of gradient steps on activations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fips.config import CompressionConfig
 from fips.errors import NumericalError
-from fips.linalg.solve import Effort, alternate, initial_basis
+from fips.linalg.budget import GroupPlan, plan_group
+from fips.linalg.quadratic import Quadratic
 from fips.models.layers import rebuild
 from fips.models.sites import Site
+from fips.stages.candidates import choose
 from fips.stages.factorize import FactorizedGroup, factorize
 from fips.stages.grouping import Group
 from fips.stages.moments import GroupMoments, MetricCache, corrected_bias, stored_error
 from fips.stages.reconstruct import Reconstruction, prune_once
 
 
+@dataclass(frozen=True)
+class GroupProblem:
+    """What the solver minimizes.
+
+    Attributes:
+        sites: The group's matrices.
+        weights: Module name → W, (d, f), float32.
+        biases: Module name → bias, where there is one.
+        moments: Second moments of the inputs.
+        channels: Module name of an up-type matrix → weights of its outputs in the error, (f,); missing means 1.
+    """
+
+    sites: Sequence[Site]
+    weights: Mapping[str, Tensor]
+    biases: Mapping[str, Tensor]
+    moments: GroupMoments
+    channels: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor], moments: GroupMoments
+    ) -> "GroupProblem":
+        """The problem of a group; its channels are weighed where the moments hold a sensitivity."""
+        channels = {site.name: moments.channels(site) for site in group.sites}
+        return cls(group.sites, weights, biases, moments, {n: c for n, c in channels.items() if c is not None})
+
+    def weighed(self, name: str, W: Tensor) -> Tensor:
+        """A (·, f) matrix with its columns multiplied by the channels' weights."""
+        return W * self.channels[name].to(W.dtype) if name in self.channels else W
+
+    def matrices(self) -> list[Quadratic]:
+        """The objectives. Weighing the outputs of an up-type matrix is the same as scaling the columns of W and V."""
+        metrics = MetricCache()
+        found = []
+        for site in self.sites:
+            m = metrics.quadratic(
+                site, self.weights[site.name], self.moments.of[site.name], has_bias=site.name in self.biases
+            )
+            found.append(replace(m, W=self.weighed(site.name, m.W)))
+        return found
+
+    def sample(self) -> list[int]:
+        """Positions of the matrices of the group's middle block."""
+        blocks = sorted({site.block for site in self.sites})
+        middle = blocks[len(blocks) // 2]
+        return [i for i, site in enumerate(self.sites) if site.block == middle]
+
+    def projections(self, V: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Module name → V as it is stored: solved columns divided by the channels' weights."""
+        return {s.name: v / self.channels[s.name] if s.name in self.channels else v
+                for s, v in zip(self.sites, V, strict=True)}  # fmt: skip
+
+    def as_stored(self, factors: FactorizedGroup, dtype: torch.dtype) -> tuple[FactorizedGroup, dict[str, float]]:
+        """Rounded factors with the biases that belong to them, and their relative errors."""
+        rounded, biases, errors = factors.rounded(dtype), {}, {}
+        for site in self.sites:
+            name, W, moments = site.name, self.weights[site.name], self.moments.of[site.name]
+            new = rebuild(rounded.basis.to(dtype), rounded.projections[name].to(dtype)).to(W.dtype)
+            if name in factors.biases:
+                biases[name] = corrected_bias(site, factors.biases[name], W, new, moments)
+            errors[name] = stored_error(site, self.weighed(name, W), self.weighed(name, new), moments,
+                                        has_bias=name in factors.biases)  # fmt: skip
+        return FactorizedGroup(rounded.basis, rounded.projections, biases), errors
+
+
 def solve_group(
     group: Group,
-    weights: Mapping[str, Tensor],
-    biases: Mapping[str, Tensor],
-    moments: GroupMoments,
+    problem: GroupProblem,
     config: CompressionConfig,
     progress: Callable[[int, float], None],
     *,
@@ -29,10 +95,8 @@ def solve_group(
     """Sparse V and dense U of a group by alternating second-order solves (docs/method.md, section 2).
 
     Args:
-        group: The group and its plan.
-        weights: Module name → W, (d, f), float32.
-        biases: Module name → bias, where there is one.
-        moments: Second moments of the group's inputs.
+        group: The group and its candidate plans.
+        problem: What is minimized.
         config: Settings.
         progress: Called after every alternation.
         dtype: dtype the factors are stored in; errors and corrected biases are those of the rounded factors.
@@ -40,49 +104,22 @@ def solve_group(
     Raises:
         NumericalError: If the moments overflow or no alternation gives a finite error.
     """
-    plan = group.require_plan()
-    metrics = MetricCache()
-    matrices = [
-        metrics.quadratic(s, weights[s.name], moments.of[s.name], has_bias=s.name in biases) for s in group.sites
-    ]
-    start = prune_once(factorize(group, weights, biases), plan.keep)
-    pruned, before = _as_stored(group.sites, start, weights, moments, dtype)
-    keep = split_evenly(plan.keep, [s.f for s in group.sites])
-    solution = alternate(matrices, initial_basis(matrices, plan.rank), keep, Effort(rounds=config.rounds), progress)
-    if not solution.V:
+    winner, tried = choose(problem.matrices(), group.plans, config.rounds, progress, problem.sample())
+    if not winner.solution.V:
         raise NumericalError(f"{group.name}: no alternation of the solver gives a finite error; nothing is stored.")
-    projections = {s.name: V for s, V in zip(group.sites, solution.V, strict=True)}
-    found = FactorizedGroup(solution.U, projections, dict(biases))
-    solved, after = _as_stored(group.sites, found, weights, moments, dtype)
-    dead = {n: int((~m.alive).sum()) for n, m in moments.of.items() if not m.alive.all()}
+    start = prune_once(*_truncated_svd(group, winner.plan, problem))
+    pruned, before = problem.as_stored(start, dtype)
+    U = winner.solution.U[:, winner.plan.rank - winner.plan.columns :].contiguous()
+    found = FactorizedGroup(U, problem.projections(winner.solution.V), dict(problem.biases))
+    solved, after = problem.as_stored(found, dtype)
+    dead = {n: int((~m.alive).sum()) for n, m in problem.moments.of.items() if not m.alive.all()}
+    trials = [t.to_dict() for t in tried]
     if not sum(after.values()) <= sum(before.values()):
-        return Reconstruction(pruned, before, before, dead)
-    return Reconstruction(solved, before, after, dead)
+        return Reconstruction(pruned, before, before, dead, trials)
+    return Reconstruction(solved, before, after, dead, trials)
 
 
-def _as_stored(
-    sites: Sequence[Site],
-    factors: FactorizedGroup,
-    weights: Mapping[str, Tensor],
-    moments: GroupMoments,
-    dtype: torch.dtype,
-) -> tuple[FactorizedGroup, dict[str, float]]:
-    """Rounded factors with the biases that belong to them, and their relative errors."""
-    rounded, biases, errors = factors.rounded(dtype), {}, {}
-    for site in sites:
-        name, W = site.name, weights[site.name]
-        new = rebuild(rounded.basis.to(dtype), rounded.projections[name].to(dtype)).to(W.dtype)
-        if name in factors.biases:
-            biases[name] = corrected_bias(site, factors.biases[name], W, new, moments.of[name])
-        errors[name] = stored_error(site, W, new, moments.of[name], has_bias=name in factors.biases)
-    return FactorizedGroup(rounded.basis, rounded.projections, biases), errors
-
-
-def split_evenly(keep: int, widths: Sequence[int]) -> list[int]:
-    """Non-zeros per matrix in proportion to its inner size; they sum up to `keep` exactly."""
-    total, used, shares = sum(widths), 0, []
-    for i in range(len(widths)):
-        share = keep * sum(widths[: i + 1]) // total - used
-        shares.append(share)
-        used += share
-    return shares
+def _truncated_svd(group: Group, plan: GroupPlan, problem: GroupProblem) -> tuple[FactorizedGroup, int]:
+    """Truncated SVD with as many parameters as the plan, U stored whole, and the non-zeros it may keep."""
+    svd = plan_group(plan.d, plan.widths, plan.parameters / plan.dense_parameters, plan.sparsity)
+    return factorize(group, problem.weights, problem.biases, svd.rank), svd.keep
