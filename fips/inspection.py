@@ -39,7 +39,7 @@ class Inspection:
     def table(self) -> str:
         """For a terminal: one row per matrix, then the sizes."""
         rows = [
-            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", group["basis"], str(group["rank"]),
+            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", _basis(group), str(group["rank"]),
              f"{m['sparsity']:.3f}"]
             for group in self.groups
             for m in group["matrices"]
@@ -102,13 +102,20 @@ def sizes_of(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
     return dense_sizes([f"{site.disk_name}.weight" for site in plan.sites], source.infos)
 
 
+def _basis(group: dict[str, Any]) -> str:
+    """In the table: "shared" when all of U is stored, else "identity", or "identity+k" with k stored columns."""
+    if not group["identity"]:
+        return "shared"
+    return f"identity+{group['columns']}" if group["columns"] else "identity"
+
+
 def _packed(group: PackedGroupInfo) -> dict[str, Any]:
     matrices = [
         {"name": m.name, "role": m.role, "f": m.f, "nnz": m.nnz, "sparsity": 1 - m.nnz / (group.rank * m.f)}
         for m in group.members
     ]
     return {"name": group.name, "d": group.d, "rank": group.rank, "columns": group.columns, "basis": group.basis,
-            "dtype": group.dtype, "matrices": matrices}  # fmt: skip
+            "identity": group.identity, "dtype": group.dtype, "matrices": matrices}  # fmt: skip
 
 
 def _planned(plan: Plan) -> list[dict[str, Any]]:
@@ -120,7 +127,8 @@ def _planned(plan: Plan) -> list[dict[str, Any]]:
         matrices = [{"name": s.disk_name, "role": s.role, "f": s.f, "sparsity": sparsity} for s in group.sites]
         dtype = str(plan.dtype).removeprefix("torch.")
         groups.append({"name": group.name, "d": group.plan.d, "rank": group.plan.rank, "columns": group.plan.columns,
-                       "basis": group.plan.basis, "dtype": dtype, "matrices": matrices})  # fmt: skip
+                       "basis": group.plan.basis, "identity": group.plan.identity, "dtype": dtype,
+                       "matrices": matrices})  # fmt: skip
     return groups
 
 

@@ -72,9 +72,10 @@ def pack_group(
     if not torch.isfinite(U).all():
         raise NumericalError(f"the basis of {name} holds NaN or infinite values as {dtype}; nothing is stored.")
     d, columns = U.shape
-    rank = len(projections[sites[0].name])
-    if rank - columns not in (0, d):
-        raise ValueError(f"{name}: {columns} stored columns of width {d} do not make a basis of rank {rank}")
+    rank, *others = {len(projections[site.name]) for site in sites}
+    if others or rank - columns not in (0, d):
+        ranks = sorted([rank, *others])
+        raise ValueError(f"{name}: {columns} stored columns of width {d} do not make a basis for V of {ranks} rows")
     tensors, members = {basis_key(name): U} if columns else {}, []
     for site in sites:
         try:
