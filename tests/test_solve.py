@@ -1,6 +1,7 @@
 """The second-moment solver against dense least squares in float64, and its promises."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 import fips
 from fips.linalg.quadratic import Operator, Quadratic, conjugate_gradients, damped
 from fips.linalg.solve import Effort, Gram, SparseProjection, alternate, initial_basis, solve_basis
-from fips.stages.grouping import Group
 from fips.stages.candidates import split_evenly
+from fips.stages.grouping import Group
 
 D, F = 6, 10
 
@@ -169,3 +170,41 @@ def test_both_solvers_beat_the_pruned_svd(llama, settings, tmp_path) -> None:
     for solver in ("moments", "gradient"):
         report = fips.compress(llama, tmp_path / solver, settings(solver=solver, steps=40))
         assert all(g.mean_after < g.mean_before for g in report.groups)
+
+
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
+def test_the_scale_of_activations_and_weights_does_not_matter(scale: float) -> None:
+    """Powers of two only move exponents, so the factors must agree to the last bit."""
+    solutions = []
+    for x, w in ((1.0, 1.0), (scale, 1 / scale)):
+        W = torch.randn(3, D, F, generator=torch.Generator().manual_seed(7)) * w
+        G, H = (damped(psd(n, n) * x * x).float() for n in (D, F))
+        group = [Quadratic(W[0], G, None), Quadratic(W[1], G, None), Quadratic(W[2], None, H)]
+        solutions.append(alternate(group, initial_basis(group, 9), [25] * 3, Effort(rounds=2), fixed=D))
+    plain, scaled = solutions
+    assert scaled.error == plain.error
+    assert torch.equal(scaled.U, plain.U)
+    assert all(torch.equal(b * scale, a) for a, b in zip(plain.V, scaled.V, strict=True))
+
+
+def test_a_decomposition_that_fails_is_tried_with_more_damping(
+    llama: Path, settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fips.linalg import solve
+
+    real, calls = solve.spectrum, []
+
+    def breaks_twice(S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(float(S.diagonal().min()))
+        if len(calls) <= 2:
+            raise torch.linalg.LinAlgError("did not converge")
+        return real(S)
+
+    monkeypatch.setattr(solve, "spectrum", breaks_twice)
+    report = fips.compress(llama, tmp_path / "out", settings())
+    assert {t["damping"] for t in report.groups[0].tried} == {1.0}
+    assert {t["damping"] for t in report.groups[1].tried} == {0.01}
+    monkeypatch.setattr(solve, "spectrum", lambda _S: (_ for _ in ()).throw(torch.linalg.LinAlgError("never")))
+    with pytest.raises(fips.FipsError, match="no alternation of the solver gives a finite error"):
+        fips.compress(llama, tmp_path / "again", settings())
+    assert not (tmp_path / "again").exists()

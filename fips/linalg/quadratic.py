@@ -46,10 +46,18 @@ class Quadratic:
         return self.energy(self.W - U @ V) * self.weight
 
 
-def damped(S: Tensor, share: float = 1e-2) -> Tensor:
-    """S + share · mean(diag S) · I: bounded away from singular, also with dead features or few tokens."""
+# Damping of the moments, relative to their mean diagonal; the next one is taken when a solve breaks down.
+DAMPING = (1e-2, 1e-1, 1.0)
+
+
+def damped(S: Tensor, share: float = DAMPING[0]) -> Tensor:
+    """S / mean(diag S) + share · I: bounded away from singular, also with dead features or few tokens.
+
+    The scale of the activations drops out, so that float32 holds any of them; a moment of zeros becomes the identity.
+    """
     mean = S.diagonal().mean()
-    return S + (share * mean if mean > 0 else 1.0) * torch.eye(len(S), dtype=S.dtype, device=S.device)
+    eye = torch.eye(len(S), dtype=S.dtype, device=S.device)
+    return S / mean + share * eye if mean > 0 else eye
 
 
 def on_cpu_where_needed(S: Tensor) -> Tensor:

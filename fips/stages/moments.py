@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fips.errors import NumericalError
-from fips.linalg.quadratic import Quadratic, damped, on_cpu_where_needed
+from fips.linalg.quadratic import DAMPING, Quadratic, damped, on_cpu_where_needed
 from fips.models.blocks import Call
 from fips.models.sites import Site
 from fips.models.trace import BlockView, Trace, trace_block, trace_sensitivity
@@ -170,9 +170,14 @@ def _add(
 
 
 class MetricCache:
-    """Damped moments in float32; matrices that share moments get the very same tensor."""
+    """Damped moments in float32; matrices that share moments get the very same tensor.
 
-    def __init__(self) -> None:
+    Args:
+        damping: Added to the diagonal, relative to its mean.
+    """
+
+    def __init__(self, damping: float = DAMPING[0]) -> None:
+        self._damping = damping
         self._known: dict[tuple[int, bool], tuple[Tensor, Tensor | None]] = {}
 
     def quadratic(self, site: Site, W: Tensor, moments: Moments, *, has_bias: bool) -> Quadratic:
@@ -186,7 +191,8 @@ class MetricCache:
             second, cross = moments.centered() if has_bias else moments.plain()
             if not torch.isfinite(second).all():
                 raise NumericalError(f"the inputs of {site.name} overflow: their second moments are not finite.")
-            self._known[key] = (damped(second).float(), None if cross is None else _regression(second, cross))
+            regression = None if cross is None else _regression(second, cross, self._damping)
+            self._known[key] = (damped(second, self._damping).float(), regression)
         metric, regression = self._known[key]
         if regression is not None:
             W = regression.T @ W if site.role == "up" else W @ regression
@@ -215,9 +221,11 @@ def stored_error(site: Site, W: Tensor, new: Tensor, moments: Moments, *, has_bi
     return float(residual / energy.clamp_min(1e-30))
 
 
-def _regression(second: Tensor, cross: Tensor) -> Tensor:
+def _regression(second: Tensor, cross: Tensor, damping: float) -> Tensor:
     """(E[x zᵀ] + δI)(E[z zᵀ] + δI)⁻¹ in float64: the best linear guess of x from z, (features, features)."""
-    A, S, C = (on_cpu_where_needed(t).double() for t in (damped(second), second, cross))
+    S, C = (on_cpu_where_needed(t).double() for t in (second, cross))
+    mean = S.diagonal().mean()
+    A = damped(S, damping) * (mean if mean > 0 else 1.0)
     # The damping pulls the guess towards z itself.
     guess: Tensor = torch.linalg.solve(A, (C + A - S).T).T
     return guess.float().to(second.device)

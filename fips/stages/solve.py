@@ -9,10 +9,10 @@ from torch import Tensor
 from fips.config import CompressionConfig
 from fips.errors import NumericalError
 from fips.linalg.budget import GroupPlan, plan_group
-from fips.linalg.quadratic import Quadratic
+from fips.linalg.quadratic import DAMPING, Quadratic
 from fips.models.layers import rebuild
 from fips.models.sites import Site
-from fips.stages.candidates import choose
+from fips.stages.candidates import Trial, choose
 from fips.stages.factorize import FactorizedGroup, factorize
 from fips.stages.grouping import Group
 from fips.stages.moments import GroupMoments, MetricCache, corrected_bias, stored_error
@@ -49,9 +49,9 @@ class GroupProblem:
         """A (·, f) matrix with its columns multiplied by the channels' weights."""
         return W * self.channels[name].to(W.dtype) if name in self.channels else W
 
-    def matrices(self) -> list[Quadratic]:
+    def matrices(self, damping: float = DAMPING[0]) -> list[Quadratic]:
         """The objectives. Weighing the outputs of an up-type matrix is the same as scaling the columns of W and V."""
-        metrics = MetricCache()
+        metrics = MetricCache(damping)
         found = []
         for site in self.sites:
             m = metrics.quadratic(
@@ -104,19 +104,32 @@ def solve_group(
     Raises:
         NumericalError: If the moments overflow or no alternation gives a finite error.
     """
-    winner, tried = choose(problem.matrices(), group.plans, config.rounds, progress, problem.sample())
-    if not winner.solution.V:
-        raise NumericalError(f"{group.name}: no alternation of the solver gives a finite error; nothing is stored.")
+    winner, trials = _choose_damped(group, problem, config.rounds, progress)
     start = prune_once(*_truncated_svd(group, winner.plan, problem))
     pruned, before = problem.as_stored(start, dtype)
     U = winner.solution.U[:, winner.plan.rank - winner.plan.columns :].contiguous()
     found = FactorizedGroup(U, problem.projections(winner.solution.V), dict(problem.biases))
     solved, after = problem.as_stored(found, dtype)
     dead = {n: int((~m.alive).sum()) for n, m in problem.moments.of.items() if not m.alive.all()}
-    trials = [t.to_dict() for t in tried]
     if not sum(after.values()) <= sum(before.values()):
         return Reconstruction(pruned, before, before, dead, trials)
     return Reconstruction(solved, before, after, dead, trials)
+
+
+def _choose_damped(
+    group: Group, problem: GroupProblem, rounds: int, progress: Callable[[int, float], None]
+) -> tuple[Trial, list[dict[str, object]]]:
+    """The winner and every trial; where a decomposition or all alternations fail, once more with more damping."""
+    trials: list[dict[str, object]] = []
+    for damping in DAMPING:
+        try:
+            winner, tried = choose(problem.matrices(damping), group.plans, rounds, progress, problem.sample())
+        except torch.linalg.LinAlgError:
+            continue
+        trials += [{**t.to_dict(), "damping": damping} for t in tried]
+        if winner.solution.V:
+            return winner, trials
+    raise NumericalError(f"{group.name}: no alternation of the solver gives a finite error; nothing is stored.")
 
 
 def _truncated_svd(group: Group, plan: GroupPlan, problem: GroupProblem) -> tuple[FactorizedGroup, int]:
