@@ -14,8 +14,8 @@ tags:
 
 # {name}
 
-{source}, its MLP matrices compressed by [FiPS](https://arxiv.org/abs/2411.09816): one shared dense basis per group of
-blocks and one sparse projection per matrix.
+{source}, its MLP matrices compressed by [fips](https://arxiv.org/abs/2411.09816): a sparse projection per matrix, and a
+dense basis per group of blocks where the table says `shared`.
 
 ```python
 import fips
