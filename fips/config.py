@@ -52,12 +52,13 @@ class CompressionConfig:
     """Settings of one compression.
 
     Attributes:
-        budget: Share of the MLP parameters kept (non-zeros of every V plus all of U), in (0, 1].
+        budget: Share of the MLP parameters kept (non-zeros of every V plus what is stored of U), in (0, 1]; 0.5 when
+            neither it nor a target size is given.
         target_size: Share of the replaced matrices' bytes kept (values, masks and bases), in (0, 1), instead of
             `budget`; rank and sparsity are then chosen for every group.
         sparsity: Share of zeros in V, in [0, 1). None: 0.75 with a budget, chosen for every group with a target size.
         basis: Moments solver: "shared" is FiPS; "identity" is plain pruning, U = I, of which nothing is stored; "auto"
-            takes the one with the smaller error per group, at equal stored bytes.
+            takes the one with the smaller error per group.
         group_size: Consecutive blocks that share one basis U.
         groups: Explicit groups as (first, last) block numbers, instead of `group_size`.
         include: Globs over matrix names; only matching MLP matrices are compressed.
@@ -120,44 +121,33 @@ class CompressionConfig:
         if isinstance(self.include, str):
             object.__setattr__(self, "include", (self.include,))
         _check_numbers(self)
-        self._resolve_size()
         self._check_ranges()
         self._check_choices()
+        self._check_combinations()
 
-    def _resolve_size(self) -> None:
-        """Fills in the defaults of budget and sparsity, which depend on what was given."""
-        second_order = self.solver == "moments" and self.steps > 0
-        if self.target_size is not None:
-            if self.budget is not None:
-                raise ConfigError("budget and target_size both say how small the result is; give one of them.")
-            if not second_order:
-                raise ConfigError("target_size needs the moments solver; give a budget instead.")
-        elif self.budget is None:
-            object.__setattr__(self, "budget", DEFAULT_BUDGET)
-        if self.basis == "identity" and self.sparsity is not None and second_order:
+    @property
+    def second_order(self) -> bool:
+        """Whether the moments solver runs; without steps only the truncated SVD is left of either solver."""
+        return self.solver == "moments" and self.steps > 0
+
+    @property
+    def effective_budget(self) -> float:
+        """The budget, or its default."""
+        return DEFAULT_BUDGET if self.budget is None else self.budget
+
+    @property
+    def effective_sparsity(self) -> float:
+        """The sparsity, or its default."""
+        return DEFAULT_SPARSITY if self.sparsity is None else self.sparsity
+
+    def _check_combinations(self) -> None:
+        if self.target_size is not None and self.budget is not None:
+            raise ConfigError("budget and target_size both say how small the result is; give one of them.")
+        for name, unset in (("target_size", None), ("basis", "auto"), ("polish", 0)):
+            if getattr(self, name) != unset and not self.second_order:
+                raise ConfigError(f"{name} needs the moments solver, and steps that are not 0; leave it out.")
+        if self.basis == "identity" and self.sparsity is not None:
             raise ConfigError("sparsity follows from the size with basis identity; leave it out.")
-        if self.sparsity is None and self.target_size is None and not (self.basis == "identity" and second_order):
-            object.__setattr__(self, "sparsity", DEFAULT_SPARSITY)
-
-    def require_budget(self) -> float:
-        """The budget.
-
-        Raises:
-            ValueError: With a target size there is none.
-        """
-        if self.budget is None:
-            raise ValueError("no budget: a target size was given")
-        return self.budget
-
-    def require_sparsity(self) -> float:
-        """The sparsity.
-
-        Raises:
-            ValueError: If it is chosen per group.
-        """
-        if self.sparsity is None:
-            raise ValueError("no sparsity: it is chosen for every group")
-        return self.sparsity
 
     def _check_ranges(self) -> None:
         for name in ("budget", "target_size", "sparsity"):
@@ -196,14 +186,17 @@ class CompressionConfig:
             ConfigError: If the recipe is unknown or a value is out of range.
         """
         _require(recipe in RECIPES, "recipe", recipe, "one of " + ", ".join(RECIPES))
-        config = cls(**{**(_PAPER if recipe == "paper" else {}), **overrides})
-        foreign = _GRADIENT_ONLY if config.solver == "moments" else _MOMENTS_ONLY
+        settings = {**(_PAPER if recipe == "paper" else {}), **overrides}
+        if overrides.get("basis") == "identity" and "sparsity" not in overrides:
+            settings.pop("sparsity", None)
+        config = cls(**settings)
+        gradient = config.solver == "gradient"
+        foreign, other = (_MOMENTS_ONLY, "moments") if gradient else (_GRADIENT_ONLY, "gradient")
+        for name in sorted(foreign.intersection(overrides)):
+            if not (name == "steps" and overrides[name] == 0):
+                raise ConfigError(f"{name} is a setting of the {other} solver; add --solver {other}, or leave it out.")
         if config.steps == 0 and "rounds" in overrides:
             raise ConfigError("rounds has no meaning with steps 0, which leaves the truncated SVD; give one of them.")
-        for name in foreign.intersection(overrides):
-            if not (name == "steps" and overrides[name] == 0):
-                other = "gradient" if config.solver == "moments" else "moments"
-                raise ConfigError(f"{name} is a setting of the {other} solver; add --solver {other}, or leave it out.")
         return config
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,14 +39,16 @@ class Inspection:
     def table(self) -> str:
         """For a terminal: one row per matrix, then the sizes."""
         rows = [
-            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", _basis(group), str(group["rank"]),
-             f"{m['sparsity']:.3f}"]
+            [m["name"], group["name"], m["role"], f"{group['d']}x{m['f']}", group["basis"], str(group["rank"]),
+             str(group["columns"]), f"{m['sparsity']:.3f}"]
             for group in self.groups
             for m in group["matrices"]
         ]
-        head = ["matrix", "group", "role", "d x f", "basis", "rank", "sparsity"]
+        head = ["matrix", "group", "role", "d x f", "basis", "rank", "stored", "sparsity"]
         what = "compressed" if self.compressed else "planned"
         planned = f"dense; would be compressed as follows (matrices found by {self.found_by})"
+        if any(group.get("candidates", 1) > 1 for group in self.groups):
+            planned += "; expected basis and rank, chosen for every group when it is compressed"
         title = f"{self.model}: {'compressed by fips' if self.compressed else planned}"
         return "\n\n".join(
             [title, format_table(head, rows), format_table(["size", what, "dense", "kept"], self.sizes.rows())]
@@ -102,13 +104,6 @@ def sizes_of(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
     return dense_sizes([f"{site.disk_name}.weight" for site in plan.sites], source.infos)
 
 
-def _basis(group: dict[str, Any]) -> str:
-    """In the table: "shared" when all of U is stored, else "identity", or "identity+k" with k stored columns."""
-    if not group["identity"]:
-        return "shared"
-    return f"identity+{group['columns']}" if group["columns"] else "identity"
-
-
 def _packed(group: PackedGroupInfo) -> dict[str, Any]:
     matrices = [
         {"name": m.name, "role": m.role, "f": m.f, "nnz": m.nnz, "sparsity": 1 - m.nnz / (group.rank * m.f)}
@@ -128,7 +123,7 @@ def _planned(plan: Plan) -> list[dict[str, Any]]:
         dtype = str(plan.dtype).removeprefix("torch.")
         groups.append({"name": group.name, "d": group.plan.d, "rank": group.plan.rank, "columns": group.plan.columns,
                        "basis": group.plan.basis, "identity": group.plan.identity, "dtype": dtype,
-                       "matrices": matrices})  # fmt: skip
+                       "candidates": len(group.plans), "matrices": matrices})  # fmt: skip
     return groups
 
 

@@ -75,7 +75,7 @@ class Plan:
         return found
 
     def output_bytes(self) -> int:
-        """Bytes of the compressed checkpoint, packed groups at their planned size."""
+        """Bytes of the compressed checkpoint, packed groups at their expected size."""
         size = self.dtype.itemsize
         replaced = {f"{site.disk_name}.weight" for site in self.sites}
         kept = sum(self._stored_bytes(n) for n in self.source.infos if n not in replaced)
@@ -89,9 +89,10 @@ class Plan:
 
     def needed_disk(self) -> int:
         """Bytes the run writes at its peak: packed parts beside the finished folder, and the side files."""
-        parts = sum(g.plan.packed_bytes(self.dtype.itemsize) for g in self.groups if g.plan)
+        parts = sum(max(p.packed_bytes(self.dtype.itemsize) for p in g.plans) for g in self.groups if g.plans)
         side = sum((self.source.folder / f).stat().st_size for f in self.source.side_files())
-        return self.output_bytes() + parts + side
+        expected = sum(g.plan.packed_bytes(self.dtype.itemsize) for g in self.groups if g.plan)
+        return self.output_bytes() - expected + 2 * parts + side
 
 
 def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: bool = False) -> Plan:

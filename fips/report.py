@@ -1,6 +1,7 @@
 """What a compression did, as numbers: one object, printed as a table or as JSON. Standard library only."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,14 +59,14 @@ class GroupReport:
         packed_bytes: Bytes of values, masks and basis.
         ideal_bytes: Values, basis and exactly one bit per mask entry.
         dense_bytes: Bytes of the replaced matrices at the same dtype.
-        error_before: Output → relative squared error on the calibration text of truncated SVD, pruned once to the same
-            number of non-zeros and rounded to the stored dtype.
+        error_before: Output → relative squared error on the calibration text of truncated SVD with as many parameters,
+            pruned once and rounded to the stored dtype.
         error_after: Output → the same of what was stored. With the moments solver the outputs are every linear's.
         dead_features: Matrix → input features no calibration token activates.
         seconds: Wall time.
         basis: "shared", or "identity" when U = I and nothing of it is stored.
-        tried: Plans of equal bytes that the moments solver tried: basis, rank, sparsity, error and alternations of
-            each; the one with the smallest error was stored.
+        tried: Plans that the moments solver tried: basis, rank, sparsity, error and alternations of each, and on how
+            many matrices; of those tried on all of them the one with the smallest error was stored.
         polish: Held-out errors of the MLPs' outputs before and after the gradient steps that followed the solve, and
             whether they were kept. `error_after` is from before these steps.
     """
@@ -149,6 +150,11 @@ class CompressionReport:
         if self.sizes:
             text += "\n\n" + format_table(["size", "compressed", f"dense ({self.dtype})", "kept"], self.sizes.rows())
         return text + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
 
 
 def _mean(values: dict[str, float]) -> float:

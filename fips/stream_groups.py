@@ -1,6 +1,7 @@
 """Streams the calibration text through the model and compresses one group of real blocks at a time."""
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport, GroupReport
 from fips.stages.calibration import Calibration
+from fips.stages.candidates import alternations
 from fips.stages.factorize import factorize
 from fips.stages.grouping import Group
 from fips.stages.moments import collect_moments
@@ -52,6 +54,8 @@ def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter
     with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device):
         stream = start_stream(plan.trunk, blocks, calibration.tokens, batch, plan.device,
                               separate=config.inputs == "compressed")  # fmt: skip
+    if config.polish and len(stream.dense) == 1:
+        run.report.notes.append("polish was left out: with a single batch nothing can be held out.")
     groups = [g for g in plan.groups if g.sites]
     last = groups[-1].last
     run.progress.start_groups(len(groups))
@@ -91,24 +95,30 @@ def _reconstruct(
     weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
     biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
     if config.solver == "moments" and config.steps > 0:
-        run.progress.start_group(label, config.rounds + config.polish)
-        moments = collect_moments(views, stream, config.seed if config.objective == "mlp" else None)
-        problem = GroupProblem.of(group, weights, biases, moments)
-        result = solve_group(group, problem, config, run.progress.step, dtype=run.plan.dtype)
-        if config.polish:
-            result = _polished(run, views, stream, result)
-        return result, moments.ahead
+        run.progress.start_group(label, alternations(group.plans, config.rounds) + config.polish)
+        result, ahead = _solved(run, group, views, stream, weights, biases)
+        if config.polish and len(stream.dense) > 1:
+            found = polish(result.factors, views, stream, config, run.progress.step, dtype=run.plan.dtype)
+            result = replace(result, factors=found.factors, polish=found.to_dict())
+        return result, ahead
     run.progress.start_group(label, config.steps)
     start = factorize(group, weights, biases, group.require_plan().rank)
     del weights
     return reconstruct(group, views, stream, start, config, run.progress.step, dtype=run.plan.dtype), None
 
 
-def _polished(run: Run, views: tuple[BlockView, ...], stream: Stream, result: Reconstruction) -> Reconstruction:
-    """Gradient steps on the solved factors."""
-    with torch.enable_grad():
-        found = polish(result.factors, views, stream, run.config, run.progress.step, dtype=run.plan.dtype)
-    return replace(result, factors=found.factors, polish=found.to_dict())
+def _solved(
+    run: Run,
+    group: Group,
+    views: tuple[BlockView, ...],
+    stream: Stream,
+    weights: Mapping[str, torch.Tensor],
+    biases: Mapping[str, torch.Tensor],
+) -> tuple[Reconstruction, list[torch.Tensor]]:
+    """Second-order solves; the moments are gone afterwards."""
+    moments = collect_moments(views, stream, run.config.seed if run.config.objective == "mlp" else None)
+    problem = GroupProblem.of(group, weights, biases, moments)
+    return solve_group(group, problem, run.config, run.progress.step, dtype=run.plan.dtype), moments.ahead
 
 
 def _advance(

@@ -1,6 +1,7 @@
 """Plans of equal bytes, and the choice among them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import fips
 from fips.linalg.budget import plan_bytes, plan_group, plan_identity, plan_size
 from fips.linalg.quadratic import Quadratic
 from fips.linalg.solve import Effort, alternate, initial_basis, solve_basis
-from fips.stages.candidates import candidate_plans, choose
+from fips.stages.candidates import alternations, candidate_plans, choose
+from tests.command import run
 from tests.test_solve import D, F, matrices
 
 WIDTHS = [1536] * 12
@@ -110,18 +112,19 @@ def test_the_basis_with_the_smaller_error_wins(group, winner: str) -> None:
     assert None not in plans
     best, tried = choose(group(), plans, 6, lambda _n, _e: None)
     assert best.plan.basis == winner
-    assert best.solution.error == min(t.solution.error for t in tried)
-    assert {t.plan.basis for t in tried} == {"shared", "identity"}
+    assert best.solution.error == min(t["error"] for t in tried)
+    assert {t["basis"] for t in tried} == {"shared", "identity"}
+    assert alternations(plans, 6) == 6 + 3
 
 
 def test_the_rank_is_searched_on_the_sample_only() -> None:
     plans = [plan_bytes(D, [F] * 3, 900, 8, rank) for rank in (D + 2, D, D + 1, D + 3)]
     best, tried = choose(matrices(), plans, 3, lambda _n, _e: None, sample=[1, 2])
-    samples = [t for t in tried if t.matrices == 2]
-    finals = [t for t in tried if t.matrices == 3]
-    assert {t.plan.rank for t in samples} >= {D + 1, D + 2}
-    assert [t.plan.rank for t in finals] == [min(samples, key=lambda t: t.solution.error).plan.rank, D]
-    assert best in finals
+    samples = [t for t in tried if t["matrices"] == 2]
+    finals = [t for t in tried if t["matrices"] == 3]
+    assert {t["rank"] for t in samples} >= {D + 1, D + 2}
+    assert [t["rank"] for t in finals] == [min(samples, key=lambda t: t["error"])["rank"], D]
+    assert best.to_dict() in finals
 
 
 @pytest.mark.parametrize("fixed", [1, 6])
@@ -176,10 +179,78 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
         ({"target_size": 0.6, "solver": "gradient"}, "needs the moments solver"),
         ({"target_size": 1.0}, "target_size is 1.0"),
         ({"basis": "identity", "sparsity": 0.5}, "sparsity follows from the size"),
+        ({"basis": "identity", "steps": 0}, "basis needs the moments solver"),
+        ({"polish": 5, "solver": "gradient"}, "polish needs the moments solver"),
+        ({"polish": -1}, "polish is -1"),
         ({"basis": "dense"}, "basis is 'dense'"),
     ):
         with pytest.raises(fips.FipsError, match=message):
             fips.CompressionConfig(**wrong)
-    assert fips.CompressionConfig(target_size=0.6).budget is None
-    assert fips.CompressionConfig().budget == 0.5
-    assert fips.CompressionConfig().sparsity == 0.75
+    assert replace(fips.CompressionConfig(), target_size=0.6).budget is None
+    assert fips.CompressionConfig().effective_budget == 0.5
+    assert fips.CompressionConfig().effective_sparsity == 0.75
+    pruning = fips.CompressionConfig.from_recipe("paper", solver="moments", basis="identity")
+    assert pruning.sparsity is None
+
+
+@pytest.mark.parametrize("size", [{"budget": 0.25}, {"budget": 0.5, "sparsity": 0.5},
+                                  {"target_size": 0.3125, "sparsity": 0.75}, {"target_size": 0.08},
+                                  {"target_size": 0.3}])  # fmt: skip
+def test_a_shared_basis_always_stores_a_column(size: dict[str, float]) -> None:
+    """Also where the size leaves room for exactly the identity, or for less."""
+    for plan in candidate_plans(576, WIDTHS, fips.CompressionConfig(**size, basis="shared"), 2):
+        assert plan.basis == "shared"
+        assert plan.columns > 0
+        if "target_size" in size:
+            assert plan.packed_bytes(2) <= size["target_size"] * plan.dense_bytes(2)
+
+
+def test_what_leaves_nothing_is_refused_before_any_work(llama: Path, settings, tmp_path: Path) -> None:
+    for wrong, message in (
+        ({"basis": "identity", "budget": 1e-3}, "keeps 15 entries at width 32"),
+        ({"basis": "identity", "target_size": 0.03}, "too small for any basis"),
+        ({"basis": "shared", "target_size": 0.03}, "no shared basis fits"),
+        ({"basis": "identity", "budget": 0.97, "dtype": "bfloat16"}, r"Use a smaller budget\.$"),
+    ):
+        with pytest.raises(fips.FipsError, match=message):
+            fips.compress(llama, tmp_path / "out", settings(**wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_only_pruning_is_smaller_it_is_the_only_candidate(llama: Path, settings, tmp_path: Path) -> None:
+    report = fips.compress(llama, tmp_path / "out", settings(budget=0.9, dtype="bfloat16"))
+    assert {t["basis"] for group in report.groups for t in group.tried} == {"identity"}
+
+
+def test_the_room_for_the_largest_candidate_is_asked_for(llama: Path, settings) -> None:
+    from fips.checkpoint.source import open_source
+    from fips.plan import make_plan
+
+    plan = make_plan(open_source(llama), settings(budget=0.2, dtype="bfloat16"))
+    shared, identity = (sum(g.plans[i].packed_bytes(2) for g in plan.groups) for i in (0, 1))
+    assert identity > shared
+    side = sum((plan.source.folder / f).stat().st_size for f in plan.source.side_files())
+    assert plan.needed_disk() == plan.output_bytes() - shared + 2 * identity + side
+
+
+def test_inspect_plans_what_the_recipe_stores(llama: Path) -> None:
+    ours = fips.inspect(llama, fips.CompressionConfig())
+    paper = fips.inspect(llama, fips.CompressionConfig.from_recipe("paper"))
+    assert ours.groups[0]["columns"] < ours.groups[0]["rank"]
+    assert paper.groups[0]["columns"] == paper.groups[0]["rank"]
+    assert "expected basis and rank" in ours.table()
+    assert "expected basis and rank" not in paper.table()
+    done = run("inspect", llama, "--recipe", "paper", "--json")
+    assert json.loads(done.out)["groups"] == paper.groups
+
+
+def test_failed_trials_and_diverged_polish_stay_valid_json() -> None:
+    from fips.linalg.solve import Solution
+    from fips.stages.candidates import Trial
+    from fips.stages.factorize import FactorizedGroup
+    from fips.stages.polish import Polished
+
+    failed = Trial(plan_identity(576, WIDTHS, 0.5), Solution(torch.eye(2), [], float("inf"), 0), 3)
+    assert failed.to_dict()["error"] is None
+    diverged = Polished(FactorizedGroup(torch.eye(2), {}, {}), 0.1, float("nan"), kept=False)
+    assert diverged.to_dict() == {"held_out_before": 0.1, "held_out_after": None, "kept": False}

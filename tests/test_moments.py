@@ -145,6 +145,19 @@ def test_the_sensitivity_is_the_squared_jacobian_of_the_block(plan: Plan) -> Non
     torch.testing.assert_close(found, torch.stack(exact), rtol=0.15, atol=1e-7)
 
 
+def test_activations_that_work_in_place_are_fine(tmp_path: Path) -> None:
+    plan = make_plan(open_source(write_model("llama", tmp_path / "dense")),
+                     fips.CompressionConfig(group_size=2, device="cpu"))  # fmt: skip
+    views, real = blocks_of_first_group(plan)
+    with real:
+        plain = collect_moments(views, stream_of(plan), 3).sensitivity
+        for view in views:
+            view.module.mlp.act_fn = torch.nn.SiLU(inplace=True)
+        in_place = collect_moments(views, stream_of(plan), 3).sensitivity
+    for name, c in plain.items():
+        torch.testing.assert_close(in_place[name], c)
+
+
 def test_channels_weigh_by_the_root_and_never_vanish(plan: Plan) -> None:
     views, real = blocks_of_first_group(plan)
     with real:

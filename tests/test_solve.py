@@ -110,7 +110,7 @@ def test_values_and_basis_never_raise_the_error_of_chosen_entries() -> None:
         errors.append(sum(m.relative_error(U, v) for m, v in zip(group, V, strict=True)))
         for p, v in zip(projections, V, strict=True):
             gram = Gram(U, p.matrix.left)
-            scale = gram.rows[:, None] * p._columns
+            scale = gram.rows[:, None] * p.matrix.columns
             p.V = p._fit(U.T @ p.matrix.target / scale, v * scale, gram, 5) / scale
         errors.append(sum(p.matrix.relative_error(U, p.V) for p in projections if p.V is not None))
         U = solve_basis(group, [p.V for p in projections if p.V is not None], U, 5)

@@ -8,6 +8,8 @@ import click
 from fips.cli.options import Command, model_options, output_options, progress_of, show
 from fips.config import (
     BASES,
+    DEFAULT_BUDGET,
+    DEFAULT_SPARSITY,
     INPUTS,
     OBJECTIVES,
     RECIPES,
@@ -24,7 +26,7 @@ _DEFAULT = CompressionConfig()
 
 def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Command]:
     """An option whose default comes from the recipe: it stays None unless given."""
-    default = None if name == "target_size" else getattr(_DEFAULT, name, None)
+    default = {"budget": DEFAULT_BUDGET}.get(name, getattr(_DEFAULT, name, None))
     default = human_bytes(default) if name == "max_shard_size" and default else default
     shown = f"  [default: {default}]" if default is not None else ""
     return click.option("--" + name.replace("_", "-"), name, default=None, help=help_text + shown, **kwargs)
@@ -36,10 +38,10 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 @click.option("--revision", help="Branch, tag or commit of a Hub id.")
 @click.option("--recipe", type=click.Choice(RECIPES), default="default", show_default=True,
               help="paper: the hyperparameters of arXiv 2411.09816; single options still override.")  # fmt: skip
-@_setting("budget", "Share of the MLP parameters kept: non-zeros of U and V.", type=float)
+@_setting("budget", "Share of the MLP parameters kept: stored values of U and V.", type=float)
 @_setting("target_size", "Share of the MLP matrices' bytes kept, instead of a budget; rank and sparsity are then "
           "chosen for every group.", type=float)  # fmt: skip
-@_setting("sparsity", "Share of zeros in V.", type=float)
+@_setting("sparsity", f"Share of zeros in V; {DEFAULT_SPARSITY} with a budget.", type=float)
 @_setting("basis", "Moments solver: one basis for a group (shared), plain pruning without a basis (identity), or the "
           "better of the two (auto).", type=click.Choice(BASES))  # fmt: skip
 @_setting("group_size", "Consecutive blocks that share one basis.", type=int)
@@ -72,8 +74,9 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 def command(model: str, out: str, recipe: str, **options: Any) -> None:
     """Compress MODEL (a folder or Hub id) into the new folder OUT.
 
-    What shrinks is the file: OUT stores every MLP as a shared basis and sparse projections, and loads with
-    from_pretrained after `import fips`. Loaded the default way it runs at the dense model's speed and memory.
+    What shrinks is the file: OUT stores sparse projections, and a basis per group of blocks, in place of the MLP
+    matrices, and loads with from_pretrained after `import fips`. Loaded the default way it runs at the dense model's
+    speed and memory.
     """
     run = {name: options.pop(name) for name in ("revision", "overwrite", "trust_remote_code")}
     shown = {name: options.pop(name) for name in ("as_json", "quiet", "verbose")}

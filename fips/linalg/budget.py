@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fips.errors import ConfigError
 
+_LEAST = 2  # non-zeros per column of U that a plan has at least
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -87,7 +89,7 @@ def plan_group(
     free = d * d if identity else 0
     # A hair of slack so that an exactly representable plan (b chosen for a whole rank) does not lose one to rounding.
     rank = math.floor((budget * total * d + free) / (total * (1 - sparsity) + d) + 1e-9)
-    if identity and rank < d:
+    if identity and rank <= d:
         return plan_group(d, widths, budget, sparsity)
     if rank < 1:
         raise ConfigError(f"budget is {budget}; at width {d} it leaves no basis column. Use a larger budget.")
@@ -95,8 +97,15 @@ def plan_group(
 
 
 def plan_identity(d: int, widths: Sequence[int], budget: float) -> GroupPlan:
-    """Plain pruning with a parameter budget: U = I, nothing of it stored, floor(b·F·d) non-zeros."""
-    return GroupPlan(d, tuple(widths), d, math.floor(budget * d * sum(widths) + 1e-9), identity=True)
+    """Plain pruning with a parameter budget: U = I, nothing of it stored, floor(b·F·d) non-zeros.
+
+    Raises:
+        ConfigError: If the budget leaves next to nothing.
+    """
+    keep = math.floor(budget * d * sum(widths) + 1e-9)
+    if keep <= _LEAST * d:
+        raise ConfigError(f"budget is {budget}; it keeps {keep} entries at width {d}. Use a larger budget.")
+    return GroupPlan(d, tuple(widths), d, keep, identity=True)
 
 
 def plan_bytes(d: int, widths: Sequence[int], size: int, itemsize: int, rank: int) -> GroupPlan | None:
@@ -110,17 +119,17 @@ def plan_bytes(d: int, widths: Sequence[int], size: int, itemsize: int, rank: in
         rank: Columns of U; from d on the first d are the identity and are not stored.
 
     Returns:
-        The plan, or None when the bytes do not even hold basis, masks and one value per column of U.
+        The plan, or None when basis and masks leave next to nothing for the values.
     """
     empty = GroupPlan(d, tuple(widths), rank, 0, identity=rank >= d)
     keep = min((size - empty.packed_bytes(itemsize)) // itemsize, rank * sum(widths))
-    return GroupPlan(d, tuple(widths), rank, keep, empty.identity) if keep >= rank else None
+    return GroupPlan(d, tuple(widths), rank, keep, empty.identity) if keep > _LEAST * rank else None
 
 
 def plan_size(d: int, widths: Sequence[int], size: int, itemsize: int, sparsity: float) -> GroupPlan:
     """The largest rank at a given sparsity whose basis, masks and values fit into a number of bytes.
 
-    From d columns on the first d are the identity and are not stored.
+    With more than d columns the first d are the identity and are not stored.
 
     Raises:
         ConfigError: If not even one column fits.
@@ -129,10 +138,10 @@ def plan_size(d: int, widths: Sequence[int], size: int, itemsize: int, sparsity:
 
     def of(rank: int) -> GroupPlan:
         keep = math.floor((1 - sparsity) * rank * total + 1e-9)
-        return GroupPlan(d, tuple(widths), rank, keep, identity=rank >= d)
+        return GroupPlan(d, tuple(widths), rank, keep, identity=rank > d)
 
     # Bytes grow with the rank, but for one drop where the identity begins; that part is tried first.
-    for low, high in ((d, 64 * d), (1, d - 1)):
+    for low, high in ((d + 1, 64 * d), (1, d)):
         if low <= high and of(low).packed_bytes(itemsize) <= size:
             while low < high:
                 middle = (low + high + 1) // 2
@@ -152,5 +161,6 @@ def check_smaller(plan: GroupPlan, itemsize: int, group: str) -> None:
     if packed >= dense:
         raise ConfigError(
             f"budget: group {group} would take {packed:,} bytes (values, masks and basis of rank {plan.rank}), "
-            f"not less than its dense {dense:,}. Use a smaller budget, or a lower sparsity (fewer mask bits)."
+            f"not less than its dense {dense:,}. Use a smaller budget"
+            + (", or a lower sparsity (fewer mask bits)." if plan.columns else ".")
         )

@@ -41,10 +41,31 @@ class Quadratic:
         """1 / energy of W: makes the errors of different matrices comparable."""
         return 1 / max(self.energy(self.W), 1e-30)
 
+    @cached_property
+    def columns(self) -> Tensor:
+        """Root of R's diagonal: the scale of V's columns, (f,); a scalar 1 where R is the identity."""
+        if self.right is None:
+            return torch.ones((), dtype=self.W.dtype, device=self.W.device)
+        return self.right.diagonal().clamp_min(TINY).sqrt()
+
+    @cached_property
+    def scaled_right(self) -> Tensor | None:
+        """R with a unit diagonal, (f, f)."""
+        return None if self.right is None else self.right / self.columns[:, None] / self.columns
+
+    @cached_property
+    def right_spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the scaled R; computed once for all plans that are tried."""
+        if self.scaled_right is None:
+            raise ValueError("R is the identity")
+        return spectrum(self.scaled_right)
+
     def relative_error(self, U: Tensor, V: Tensor) -> float:
         """Error of U·V divided by the energy of W."""
         return self.energy(self.W - U @ V) * self.weight
 
+
+TINY = 1e-12
 
 # Damping of the moments, relative to their mean diagonal; the next one is taken when a solve breaks down.
 DAMPING = (1e-2, 1e-1, 1.0)

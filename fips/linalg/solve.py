@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fips.linalg.prune import largest_masks
-from fips.linalg.quadratic import Operator, Quadratic, conjugate_gradients, on_cpu_where_needed, spectrum
-
-_TINY = 1e-12
+from fips.linalg.quadratic import TINY, Operator, Quadratic, conjugate_gradients, on_cpu_where_needed, spectrum
 
 
 def choosing_dtype(like: Tensor) -> torch.dtype:
@@ -91,16 +89,10 @@ class SparseProjection:
         self.matrix, self.keep = matrix, keep
         self.V: Tensor | None = None
         self._dual: Tensor | None = None
-        self._columns = torch.ones((), dtype=matrix.W.dtype, device=matrix.W.device)
-        self._right: Tensor | None = None
-        if matrix.right is not None:
-            self._columns = matrix.right.diagonal().clamp_min(_TINY).sqrt()  # (f,)
-            self._right = matrix.right / self._columns[:, None] / self._columns  # unit diagonal
-            self._spectrum = spectrum(self._right)
 
     def solve(self, U: Tensor, gram: "Gram", effort: Effort) -> None:
         """Chooses the entries of V for this U by ADMM, then fits their values."""
-        scale = gram.rows[:, None] * self._columns
+        scale = gram.rows[:, None] * self.matrix.columns
         B = (U.T @ self.matrix.target) / scale  # (r, f); from here P and R have unit diagonals
         solve = self._penalized(B, gram, effort.rho)
         Z, Y = self._start(solve, scale)
@@ -125,7 +117,7 @@ class SparseProjection:
             inverse = (rho * inverse).to(quick)
             return lambda T: base if T is None else base + inverse @ T.to(quick)
         values, Q = gram.spectrum()
-        right, K = self._spectrum
+        right, K = self.matrix.right_spectrum
         weights = 1 / (values[:, None] * right + rho)
         turned, quick = Q.T @ B @ K, choosing_dtype(Q)
         Q, K = Q.to(quick), K.to(quick)
@@ -139,7 +131,7 @@ class SparseProjection:
     def _fit(self, B: Tensor, Z: Tensor, gram: "Gram", iterations: int) -> Tensor:
         """Values of the scaled V on its entries: masked conjugate gradients on P Z R = B."""
         mask = Z != 0
-        operator = Operator([(gram.scaled, self._right)], mask)
+        operator = Operator([(gram.scaled, self.matrix.scaled_right)], mask)
         quick = operator.to(choosing_dtype(gram.scaled))
         return conjugate_gradients(operator, B * mask, Z, 1.0, iterations, quick)
 
@@ -154,7 +146,7 @@ class Gram:
 
     def __init__(self, U: Tensor, left: Tensor | None) -> None:
         P = U.T @ (U if left is None else left @ U)
-        self.rows = P.diagonal().clamp_min(_TINY).sqrt()
+        self.rows = P.diagonal().clamp_min(TINY).sqrt()
         self.scaled = P / self.rows[:, None] / self.rows
         self._inverse: Tensor | None = None
         self._spectrum: tuple[Tensor, Tensor] | None = None
@@ -203,11 +195,11 @@ def solve_basis(
         known = sums.get(id(m.left))
         sums[id(m.left)] = (m.left, C if known is None else known[1] + C)
     if not fixed:
-        return conjugate_gradients(Operator(list(sums.values())), rhs, U, diagonal.clamp_min(_TINY), iterations)
+        return conjugate_gradients(Operator(list(sums.values())), rhs, U, diagonal.clamp_min(TINY), iterations)
     held, free = U[:, :fixed], U[:, fixed:]
     taken = Operator([(L, C[:fixed, fixed:]) for L, C in sums.values()])(held)  # what the fixed columns explain
     operator = Operator([(L, C[fixed:, fixed:]) for L, C in sums.values()])
-    diagonal = diagonal[:, fixed:].clamp_min(_TINY)
+    diagonal = diagonal[:, fixed:].clamp_min(TINY)
     return torch.cat([held, conjugate_gradients(operator, rhs[:, fixed:] - taken, free, diagonal, iterations)], 1)
 
 

@@ -114,8 +114,9 @@ def trace_sensitivity(
     if trace.hidden.requires_grad:
         signs = torch.randint(0, 2, trace.hidden.shape, generator=generator, dtype=torch.int8) * 2 - 1
         gradients = torch.autograd.grad(trace.hidden, list(leaves.values()), signs.to(trace.hidden), allow_unused=True)
-        for name, g in zip(leaves, gradients, strict=True):
-            squares[name] = torch.zeros(leaves[name].shape[-1]) if g is None else _flat(g).float().square().sum(0)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            g = torch.zeros_like(leaves[name]) if gradient is None else gradient  # None: it does not reach the output
+            squares[name] = _flat(g).float().square().sum(0)
     inputs = {name: x.detach() for name, x in trace.inputs.items()}
     outputs = {name: y.detach() for name, y in trace.outputs.items()}
     return Trace(trace.hidden.detach(), inputs, outputs), squares
@@ -126,7 +127,7 @@ def _cut(leaves: dict[str, Tensor], site: Site) -> Callable[..., Tensor]:
 
     def hook(_module: nn.Module, _args: Sequence[Tensor], output: Tensor) -> Tensor:
         leaves[site.name] = output.detach().requires_grad_()
-        return leaves[site.name]
+        return leaves[site.name].clone()  # activations that work in place may not touch a leaf
 
     return hook
 

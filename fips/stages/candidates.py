@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fips.config import CompressionConfig
+from fips.errors import ConfigError
 from fips.linalg.budget import GroupPlan, plan_bytes, plan_group, plan_identity, plan_size
 from fips.linalg.quadratic import Quadratic
 from fips.linalg.solve import Effort, Solution, alternate, initial_basis
+from fips.report import finite
 
 # Ranks tried for a target size, relative to d; the search starts at the one that was best on the models measured.
-RANKS = (0.7, 1.1, 1.35, 1.65, 2.0, 2.4)
+RANKS = (0.4, 0.7, 1.1, 1.35, 1.65, 2.0, 2.4)
 EXPECTED_RANK = 1.65
 SPARSITIES = (0.2, 0.95)  # where a plan makes sense
 TRIAL_ROUNDS = 2
@@ -36,7 +38,7 @@ class Trial:
             "basis": self.plan.basis,
             "rank": self.plan.rank,
             "sparsity": self.plan.sparsity,
-            "error": self.solution.error,
+            "error": finite(self.solution.error),
             "rounds": self.solution.rounds,
             "matrices": self.matrices,
         }
@@ -45,8 +47,8 @@ class Trial:
 def candidate_plans(d: int, widths: Sequence[int], config: CompressionConfig, itemsize: int) -> tuple[GroupPlan, ...]:
     """The plans that compete for one group; the one that is expected to win comes first.
 
-    With a target size they are of equal stored bytes. With a budget they have equal parameters, which plain pruning
-    stores in fewer bytes, as its masks are smaller.
+    With a target size they are of equal stored bytes, with a budget of equal parameters; masks of another rank then
+    take other bytes.
 
     Args:
         d: Model width.
@@ -55,16 +57,16 @@ def candidate_plans(d: int, widths: Sequence[int], config: CompressionConfig, it
         itemsize: Bytes per stored value.
 
     Raises:
-        ConfigError: If the budget leaves no rank.
+        ConfigError: If the budget leaves no rank, or the target size no shared basis where one was asked for.
     """
     if config.solver == "gradient" or config.steps == 0:
-        return (plan_group(d, widths, config.require_budget(), config.require_sparsity()),)
+        return (plan_group(d, widths, config.effective_budget, config.effective_sparsity),)
     if config.target_size is not None:
         return _of_size(d, widths, config, itemsize)
-    budget = config.require_budget()
+    budget = config.effective_budget
     if config.basis == "identity":
         return (plan_identity(d, widths, budget),)
-    shared = plan_group(d, widths, budget, config.require_sparsity(), identity=True)
+    shared = plan_group(d, widths, budget, config.effective_sparsity, identity=True)
     if config.basis == "shared":
         return (shared,)
     return shared, plan_identity(d, widths, budget)
@@ -80,7 +82,10 @@ def _of_size(d: int, widths: Sequence[int], config: CompressionConfig, itemsize:
         plans = [plan_bytes(d, widths, size, itemsize, max(round(ratio * d), 1)) for ratio in RANKS]
         fitting = [p for p in plans if p is not None and SPARSITIES[0] <= p.sparsity <= SPARSITIES[1]]
         shared = sorted(fitting, key=lambda p: abs(p.rank - EXPECTED_RANK * d))
-    if config.basis == "shared" and shared:
+    if config.basis == "shared":
+        if not shared:
+            raise ConfigError(f"target_size is {config.target_size}; no shared basis fits at width {d}. Use a larger "
+                              "one, or basis identity.")  # fmt: skip
         return tuple(shared)
     return (*shared, *([identity] if identity else []))
 
@@ -91,7 +96,7 @@ def choose(
     rounds: int,
     progress: Callable[[int, float], None],
     sample: Sequence[int] = (),
-) -> tuple[Trial, list[Trial]]:
+) -> tuple[Trial, list[dict[str, object]]]:
     """Solves a group with the plan that gives the smallest error.
 
     Shared bases of several ranks are compared on a few of the matrices first, walking from the expected rank to its
@@ -105,17 +110,31 @@ def choose(
         sample: Positions of the matrices that ranks are compared on; all of them when empty.
 
     Returns:
-        The winner, and every trial, the winner's included.
+        The winner, and what there is to say of every trial, the winner's included.
     """
     shared = [p for p in plans if p.columns]
-    tried: list[Trial] = []
+    tried: list[dict[str, object]] = []
     if len(shared) > 1:
-        tried = _walk(matrices, shared, sample or range(len(matrices)))
-        shared = [min(tried, key=lambda t: t.solution.error).plan]
-    whole = range(len(matrices))
-    finals = [_solve(matrices, plan, rounds, whole, progress) for plan in shared]
-    finals += [_solve(matrices, p, min(rounds, IDENTITY_ROUNDS), whole, progress) for p in plans if not p.columns]
-    return min(finals, key=lambda t: t.solution.error), [*tried, *finals]
+        trials = _walk(matrices, shared, sample or range(len(matrices)))
+        tried = [t.to_dict() for t in trials]
+        shared = [min(trials, key=lambda t: t.solution.error).plan]
+        del trials
+    best: Trial | None = None
+    for plan in [*shared, *(p for p in plans if not p.columns)]:
+        limit = rounds if plan.columns else min(rounds, IDENTITY_ROUNDS)
+        trial = _solve(matrices, plan, limit, range(len(matrices)), progress)
+        tried.append(trial.to_dict())
+        if best is None or trial.solution.error < best.solution.error:
+            best = trial
+    if best is None:
+        raise ValueError("choose() without a plan")
+    return best, tried
+
+
+def alternations(plans: Sequence[GroupPlan], rounds: int) -> int:
+    """Alternations of the whole group that `choose` runs at most."""
+    shared, identity = (rounds if any(p.columns for p in plans) else 0), any(not p.columns for p in plans)
+    return shared + (min(rounds, IDENTITY_ROUNDS) if identity else 0)
 
 
 def _walk(matrices: Sequence[Quadratic], plans: Sequence[GroupPlan], sample: Sequence[int]) -> list[Trial]:

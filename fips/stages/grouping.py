@@ -19,7 +19,7 @@ class Group:
         first: First block number.
         last: Last block number.
         sites: Its matrices; empty when nothing in these blocks is compressed.
-        plans: Shapes that compete for it, of equal stored bytes, the expected one first; empty without sites.
+        plans: Shapes that compete for it, the expected one first; empty without sites.
     """
 
     name: str
@@ -112,7 +112,14 @@ def plan_groups(
         plans = candidate_plans(members[0].d, [s.f for s in members], config, itemsize) if members else ()
         if members and not plans:
             raise ConfigError(f"target_size is {config.target_size}; it is too small for any basis of {name}.")
-        for plan in plans:
-            check_smaller(plan, itemsize, name)
-        groups.append(Group(name, first, last, members, plans))
+        smaller = _smaller(plans, itemsize, name)
+        groups.append(Group(name, first, last, members, smaller))
     return groups
+
+
+def _smaller(plans: tuple[GroupPlan, ...], itemsize: int, name: str) -> tuple[GroupPlan, ...]:
+    """Plans whose packed form is smaller than the dense matrices; an error if there is none."""
+    smaller = tuple(p for p in plans if p.packed_bytes(itemsize) < p.dense_bytes(itemsize))
+    if plans and not smaller:
+        check_smaller(plans[0], itemsize, name)
+    return smaller

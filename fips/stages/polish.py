@@ -7,6 +7,7 @@ import torch
 
 from fips.config import CompressionConfig
 from fips.models.trace import BlockView
+from fips.report import finite
 from fips.stages.factorize import FactorizedGroup
 from fips.stages.objective import TrainableGroup, group_errors
 from fips.stages.reconstruct import Batches, Progress, Training, train
@@ -22,7 +23,8 @@ class Polished:
 
     Attributes:
         factors: The polished factors, or the ones it began with.
-        before: Mean relative error of the MLPs' outputs on the held-out batches before.
+        before: Mean relative error on the held-out batches before: of the MLPs' outputs, or of the linears' with
+            objective "linear".
         after: The same after the steps.
         kept: Whether the polished factors were kept.
     """
@@ -34,7 +36,7 @@ class Polished:
 
     def to_dict(self) -> dict[str, object]:
         """What the report keeps of it."""
-        return {"held_out_before": self.before, "held_out_after": self.after, "kept": self.kept}
+        return {"held_out_before": finite(self.before), "held_out_after": finite(self.after), "kept": self.kept}
 
 
 def polish(
@@ -51,13 +53,14 @@ def polish(
     Args:
         factors: Solved factors.
         views: The group's blocks, materialized.
-        stream: Calibration stream at the group's first block; every eighth batch is held out, and at least the last.
+        stream: Calibration stream at the group's first block, of two batches or more; every eighth batch is held out,
+            or the last one.
         config: Settings; `polish` is the number of steps.
         progress: Called with (steps done, current loss).
         dtype: dtype the factors are stored in; errors are those of the rounded factors.
     """
     held = [i for i in range(len(stream.dense)) if i % HELD_OUT == HELD_OUT - 1] or [len(stream.dense) - 1]
-    rest = [i for i in range(len(stream.dense)) if i not in held] or held  # a single batch serves both
+    rest = [i for i in range(len(stream.dense)) if i not in held]
     test, data = _part(stream, held), _part(stream, rest)
     before = group_errors(TrainableGroup(factors.rounded(dtype), trainable=False), views, test, config).total()
     model = TrainableGroup(factors, trainable=True)

@@ -111,7 +111,7 @@ def solve_group(
     found = FactorizedGroup(U, problem.projections(winner.solution.V), dict(problem.biases))
     solved, after = problem.as_stored(found, dtype)
     dead = {n: int((~m.alive).sum()) for n, m in problem.moments.of.items() if not m.alive.all()}
-    if not sum(after.values()) <= sum(before.values()):
+    if config.basis != "identity" and not sum(after.values()) <= sum(before.values()):
         return Reconstruction(pruned, before, before, dead, trials)
     return Reconstruction(solved, before, after, dead, trials)
 
@@ -124,9 +124,9 @@ def _choose_damped(
     for damping in DAMPING:
         try:
             winner, tried = choose(problem.matrices(damping), group.plans, rounds, progress, problem.sample())
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined] # not in its __all__
             continue
-        trials += [{**t.to_dict(), "damping": damping} for t in tried]
+        trials += [{**t, "damping": damping} for t in tried]
         if winner.solution.V:
             return winner, trials
     raise NumericalError(f"{group.name}: no alternation of the solver gives a finite error; nothing is stored.")
