@@ -1,7 +1,7 @@
 """Perplexity of one model made smaller by several methods, at equal stored bytes of its MLP matrices.
 
 Usage: python benchmarks/peers/compare.py [--assets assets] [--out peers-out] [--shares 0.75 0.65 0.55]
-           [--methods sparsegpt wanda svd]
+           [--methods sparsegpt wanda svd fips-auto]
 
 Same checkpoint, same calibration tokens, same evaluation windows (bfloat16, 2048 tokens) for every method. Each model
 is made and evaluated in a process of its own, so that times and peak memory are its own; it is deleted afterwards
@@ -245,7 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--assets", type=Path, default=Path("assets"))
     parser.add_argument("--out", type=Path, default=Path("peers-out"))
     parser.add_argument("--shares", type=float, nargs="+", default=[0.75, 0.65, 0.55])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["sparsegpt", "wanda", "svd"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["sparsegpt", "wanda", "svd", "fips-auto"])
     parser.add_argument("--tokens", type=int, default=65_536, help="Calibration tokens.")
     parser.add_argument("--length", type=int, default=2048, help="Tokens per window, calibration and evaluation.")
     parser.add_argument("--eval-characters", type=int, help="Evaluate on the text's beginning; the whole by default.")
