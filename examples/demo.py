@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=3, help="Alternations of the solver per group.")
     parser.add_argument("--include", action="append", default=[], help="Only matrices whose name matches this glob.")
-    parser.add_argument("--eval-characters", type=int, default=160_000, help="Evaluate on the text's beginning.")
+    parser.add_argument("--eval-characters", type=int, default=130_000, help="Evaluate on the text's beginning.")
     args = parser.parse_args()
     source, texts = args.assets / "smollm2-135m-instruct", args.assets / "text"
     config = CompressionConfig(

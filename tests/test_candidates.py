@@ -11,7 +11,7 @@ import fips
 from fips.linalg.budget import plan_bytes, plan_group, plan_identity, plan_size
 from fips.linalg.quadratic import Quadratic
 from fips.linalg.solve import Effort, alternate, initial_basis, solve_basis
-from fips.stages.candidates import alternations, candidate_plans, choose
+from fips.stages.candidates import IDENTITY_ROUNDS, alternations, candidate_plans, choose
 from tests.command import run
 from tests.test_solve import D, F, matrices
 
@@ -114,7 +114,7 @@ def test_the_basis_with_the_smaller_error_wins(group, winner: str) -> None:
     assert best.plan.basis == winner
     assert best.solution.error == min(t["error"] for t in tried)
     assert {t["basis"] for t in tried} == {"shared", "identity"}
-    assert alternations(plans, 6) == 6 + 3
+    assert alternations(plans, 6) == 6 + IDENTITY_ROUNDS
 
 
 def test_the_rank_is_searched_on_the_sample_only() -> None:

@@ -15,7 +15,7 @@ RANKS = (0.4, 0.7, 1.1, 1.35, 1.65, 2.0, 2.4)
 EXPECTED_RANK = 1.65
 SPARSITIES = (0.2, 0.95)  # where a plan makes sense
 TRIAL_ROUNDS = 2
-IDENTITY_ROUNDS = 3  # nothing but the entries of V changes there, and they settle quickly
+IDENTITY_ROUNDS = 2  # nothing but the entries of V changes there; the third lowered no error by one per cent
 
 
 @dataclass(frozen=True)
