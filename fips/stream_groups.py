@@ -94,7 +94,7 @@ def _reconstruct(
     config, linears = run.config, {site.name: (site, view.linear(site)) for view in views for site in view.sites}
     weights = {n: to_canonical(linear.weight, transposed=site.transposed) for n, (site, linear) in linears.items()}
     biases = {n: linear.bias for n, (_, linear) in linears.items() if getattr(linear, "bias", None) is not None}
-    if config.solver == "moments" and config.steps > 0:
+    if config.second_order:
         run.progress.start_group(label, alternations(group.plans, config.rounds) + config.polish)
         result, ahead = _solved(run, group, views, stream, weights, biases)
         if config.polish and len(stream.dense) > 1:

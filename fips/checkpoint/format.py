@@ -8,6 +8,7 @@ import torch
 
 from fips.checkpoint.safetensors_io import TensorInfo
 from fips.errors import FormatError
+from fips.linalg.budget import StoredBasis
 
 QUANT_METHOD = "fips"
 FORMAT_VERSION = 1
@@ -33,7 +34,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class PackedGroupInfo:
+class PackedGroupInfo(StoredBasis):
     """A packed group.
 
     Attributes:
@@ -51,16 +52,6 @@ class PackedGroupInfo:
     dtype: str
     members: tuple[Member, ...]
     identity: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Stored columns of U."""
-        return self.rank - self.d if self.identity else self.rank
-
-    @property
-    def basis(self) -> str:
-        """"identity" when nothing of U is stored, else "shared"."""
-        return "shared" if self.columns else "identity"
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor the group must have on disk, biases left out."""

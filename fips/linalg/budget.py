@@ -9,8 +9,26 @@ from fips.errors import ConfigError
 _LEAST = 2  # non-zeros per column of U that a plan has at least
 
 
+class StoredBasis:
+    """How much of a basis U, (d, rank), is stored; shared by the plan of a group and its description on disk."""
+
+    d: int
+    rank: int
+    identity: bool
+
+    @property
+    def columns(self) -> int:
+        """Stored columns of U."""
+        return self.rank - self.d if self.identity else self.rank
+
+    @property
+    def basis(self) -> str:
+        """"identity" when nothing of U is stored, else "shared"."""
+        return "shared" if self.columns else "identity"
+
+
 @dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(StoredBasis):
     """Shape of one factorized group before anything is computed.
 
     Attributes:
@@ -26,16 +44,6 @@ class GroupPlan:
     rank: int
     keep: int
     identity: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Stored columns of U."""
-        return self.rank - self.d if self.identity else self.rank
-
-    @property
-    def basis(self) -> str:
-        """"identity" when nothing of U is stored, else "shared"."""
-        return "shared" if self.columns else "identity"
 
     @property
     def sparsity(self) -> float:

@@ -15,7 +15,7 @@ RANKS = (0.4, 0.7, 1.1, 1.35, 1.65, 2.0, 2.4)
 EXPECTED_RANK = 1.65
 SPARSITIES = (0.2, 0.95)  # where a plan makes sense
 TRIAL_ROUNDS = 2
-IDENTITY_ROUNDS = 2  # nothing but the entries of V changes there; the third lowered no error by one per cent
+IDENTITY_ROUNDS = 2  # nothing but the entries of V changes there, and they settle at once
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def candidate_plans(d: int, widths: Sequence[int], config: CompressionConfig, it
     Raises:
         ConfigError: If the budget leaves no rank, or the target size no shared basis where one was asked for.
     """
-    if config.solver == "gradient" or config.steps == 0:
+    if not config.second_order:
         return (plan_group(d, widths, config.effective_budget, config.effective_sparsity),)
     if config.target_size is not None:
         return _of_size(d, widths, config, itemsize)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fips.config import CompressionConfig
 from fips.linalg.prune import largest_masks
+from fips.models.layers import rebuild
 from fips.models.sites import Site, from_canonical, to_canonical
 from fips.models.trace import BlockView, Trace, run_mlp, trace_block
 from fips.stages.factorize import FactorizedGroup
@@ -55,10 +56,8 @@ class TrainableGroup:
                 grad.mul_(M)
 
     def weight(self, site: Site) -> Tensor:
-        """W = U V of one matrix, (d, f); where U's leading identity is not stored, its rows of V are added."""
-        V = self.V[site.name]
-        lead = len(V) - self.U.shape[1]
-        return V[:lead] + self.U @ V[lead:] if lead else self.U @ V
+        """W = U V of one matrix, (d, f)."""
+        return rebuild(self.U, self.V[site.name])
 
     def block_weights(self, view: BlockView) -> dict[str, Tensor]:
         """Parameter name inside the block → factorized weight or trained bias, as the block stores it."""
