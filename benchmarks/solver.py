@@ -43,10 +43,9 @@ from fips.stages.stream import Stream, advance, start_stream
 @contextmanager
 def group(plan: Plan, tokens: torch.Tensor, first: int, last: int, batch: int) -> Iterator[tuple[Any, Stream]]:
     """Blocks first to last with their real weights, and the calibration stream at the first of them."""
-    blocks: Any = plan.model.get_submodule(plan.blocks_path)
     head = [(plan.views[0].path, plan.views[0].module)]
     with materialized(plan.outside_blocks() + head, plan.names, plan.source.read, "cpu"):
-        stream = start_stream(plan.trunk, blocks, tokens, batch, "cpu", separate=False)
+        stream = start_stream(plan.trunk, tokens.split(batch), "cpu", separate=False)
     for view in plan.views[:first]:
         with materialized([(view.path, view.module)], plan.names, plan.source.read, "cpu"):
             stream.dense[:] = [advance(stream, [view], number, None) for number in range(len(stream.dense))]

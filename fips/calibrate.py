@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from fips.checkpoint.tokenizer import load_tokenizer
 from fips.config import CompressionConfig
 from fips.data.texts import DEFAULT_DATASET, Text, looks_like_file, read_dataset, read_text
-from fips.data.windows import capped_length, check_vocabulary, resolve_bos
+from fips.data.windows import WRAPPED, capped_length, check_vocabulary, encoder_length, resolve_bos
 from fips.errors import CalibrationError
+from fips.models.kinds import TEXT_ENCODER, model_class
 from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport
@@ -20,8 +20,10 @@ from fips.stages.calibration import Calibration, sample_tokens, windows_of
 def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, progress: Progress) -> Calibration:
     """Calibration tokens of the chosen text, or the model's own."""
     tokenizer = load_tokenizer(plan.source.folder, trust_remote_code=plan.trust_remote_code)
-    bos = resolve_bos("auto", tokenizer)
+    encoder = plan.reads == TEXT_ENCODER
+    bos = WRAPPED if encoder else resolve_bos("auto", tokenizer)
     length = capped_length(config.sequence_length, plan.model.config)
+    length = encoder_length(length, plan.model.config, tokenizer) if encoder else length
     count = max(config.calibration_tokens // length, 1)
     text = _calibration_text(config, tokenizer, report)
     if text is not None:
@@ -64,5 +66,6 @@ def _calibration_text(config: CompressionConfig, tokenizer: Any, report: Compres
 
 def _load_dense(plan: Plan) -> Any:
     """The whole dense model, the only time it is needed."""
-    model = AutoModelForCausalLM.from_pretrained(plan.source.folder, trust_remote_code=plan.trust_remote_code)
+    kind = model_class(plan.model.config, trust_remote_code=plan.trust_remote_code)
+    model = kind.from_pretrained(plan.source.folder, trust_remote_code=plan.trust_remote_code)
     return model.to(plan.device).eval()

@@ -9,7 +9,7 @@ from typing import Any
 from fips.errors import ConfigError
 
 SOLVERS = ("moments", "gradient")
-OBJECTIVES = ("mlp", "linear")
+OBJECTIVES = ("mlp", "block", "linear")
 INPUTS = ("dense", "compressed")
 BASES = ("auto", "shared", "identity")
 SCHEDULES = ("accelerated", "zhu-gupta")
@@ -70,8 +70,9 @@ class CompressionConfig:
         rounds: Alternations of the moments solver at most.
         polish: Moments solver: gradient steps per group on the output of the MLP after the solve, kept only where they
             lower the error on held-out batches.
-        objective: What is reconstructed: every linear's output (Eq. 1, "linear"), or the output of the MLP ("mlp"; the
-            moments solver then weighs the outputs of up-type matrices by their effect on the block's output).
+        objective: What is reconstructed: every linear's output (Eq. 1, "linear"), the output of the MLP ("mlp"), or of
+            the whole block ("block"). The moments solver weighs outputs by their effect on the block's output: with
+            "mlp" those of up-type matrices, with "block" those of down-type matrices too.
         inputs: Activations of the original model ("dense") or of the already compressed prefix ("compressed").
         schedule: Gradient solver: gradual pruning, the paper's accelerated schedule or Zhu and Gupta's.
         steps: Gradient solver: optimizer steps per group. With either solver 0 leaves the truncated SVD, pruned once.

@@ -11,8 +11,10 @@ from fips.checkpoint.format import dtype_name
 from fips.checkpoint.source import Source
 from fips.config import CompressionConfig
 from fips.errors import ArchitectureError, ConfigError, FipsError
-from fips.models.sites import Site, architecture, blocks_of, find_sites
-from fips.models.skeleton import build_skeleton, map_names, require_tensors
+from fips.models.blocks import Trunk
+from fips.models.kinds import reads
+from fips.models.sites import Site, architecture, blocks_of, find_sites, trunk_of
+from fips.models.skeleton import build_skeleton, map_names, outside, require_tensors
 from fips.models.trace import BlockView
 from fips.stages.grouping import Group, group_blocks, plan_groups
 
@@ -27,7 +29,8 @@ class Plan:
         names: Module tensor name → disk name.
         groups: Groups with rank and non-zeros.
         views: Its blocks.
-        blocks_path: Module path of the list of blocks.
+        trunk: The part of the model that runs the blocks.
+        reads: What the model is: "language model", "text encoder" or "image model".
         found_by: "table" or "structure".
         device: Where the mathematics runs.
         dtype: dtype of the stored factors.
@@ -40,17 +43,13 @@ class Plan:
     names: dict[str, str]
     groups: tuple[Group, ...]
     views: tuple[BlockView, ...]
-    blocks_path: str
+    trunk: Trunk
+    reads: str
     found_by: str
     device: str
     dtype: torch.dtype
     cast: torch.dtype | None
     trust_remote_code: bool
-
-    @property
-    def trunk(self) -> Any:
-        """The model without its head."""
-        return self.model.base_model
 
     @property
     def vocabulary(self) -> int:
@@ -64,15 +63,15 @@ class Plan:
         return [site for group in self.groups for site in group.sites]
 
     def outside_blocks(self) -> list[tuple[str, nn.Module]]:
-        """Leaf modules of the trunk that belong to no block, with their paths."""
-        trunk_path = next(path for path, module in self.model.named_modules() if module is self.trunk)
-        inside = tuple(f"{view.path}." for view in self.views)
-        found = []
-        for path, module in self.trunk.named_modules():
-            full = ".".join(p for p in (trunk_path, path) if p)
-            if not any(f"{full}.".startswith(block) for block in inside) and not list(module.children()):
-                found.append((full, module))
-        return found
+        """What the trunk runs besides its blocks, as `materialized` takes it."""
+        module = self.trunk.module
+        path = next(path for path, found in self.model.named_modules() if found is module)
+        return outside(module, path, [view.path for view in self.views])
+
+    def ends_stage(self, block: int) -> bool:
+        """Whether the model does something of its own between this block and the next."""
+        blocks = self.trunk.blocks
+        return block + 1 < len(blocks) and blocks[block].stage != blocks[block + 1].stage
 
     def output_bytes(self) -> int:
         """Bytes of the compressed checkpoint, packed groups at their expected size."""
@@ -109,14 +108,14 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
     require_tensors(model, names)
     sites = find_sites(model, names, config.include)
     dtype = _stored_dtype(source, sites, config.dtype)
-    blocks = blocks_of(model, spec)
-    ranges = group_blocks(sites, len(blocks), config.group_size, config.groups)
+    trunk = Trunk(trunk_of(model, spec)[1], blocks_of(model, spec))
+    reading = reads(trunk.module, model)
+    ranges = group_blocks(sites, [block.stage for block in trunk.blocks], config.group_size, config.groups)
     groups = plan_groups(sites, ranges, config, dtype.itemsize)
-    views = tuple(
-        BlockView(i, path, block, tuple(s for s in sites if s.block == i)) for i, (path, block) in enumerate(blocks)
-    )
+    views = tuple(BlockView(i, block.path, block.module, tuple(s for s in sites if s.block == i))
+                  for i, block in enumerate(trunk.blocks))  # fmt: skip
     cast = None if config.dtype == "auto" else dtype
-    return Plan(source, model, names, tuple(groups), views, spec.blocks, found_by, device, dtype, cast,
+    return Plan(source, model, names, tuple(groups), views, trunk, reading, found_by, device, dtype, cast,
                 trust_remote_code)  # fmt: skip
 
 
@@ -124,10 +123,9 @@ def load_config(source: Source, *, trust_remote_code: bool) -> Any:
     """The transformers config of a source.
 
     Raises:
-        ArchitectureError: If the type is unknown, needs remote code that is not trusted, or is no decoder model.
+        ArchitectureError: If the type is unknown, or needs remote code that is not trusted.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = source.config["model_type"]
     remote = "AutoModelForCausalLM" in (source.config.get("auto_map") or {})
@@ -137,13 +135,6 @@ def load_config(source: Source, *, trust_remote_code: bool) -> Any:
         raise ArchitectureError(
             f"{source.name}: model type {kind!r} needs Python code from the checkpoint. Read it, then pass "
             "--trust-remote-code."
-        )
-    stated = (source.config.get("architectures") or [None])[0]
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if not remote and (causal is None or (stated is not None and stated != causal)):
-        raise ArchitectureError(
-            f"{source.name}: {stated or kind} is not a decoder language model; expected an architecture such as "
-            "LlamaForCausalLM."
         )
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)

@@ -1,10 +1,9 @@
-"""Streams the calibration text through the model and compresses one group of real blocks at a time."""
+"""Streams the calibration data through the model and compresses one group of real blocks at a time."""
 
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from fips.stages.moments import collect_moments
 from fips.stages.polish import polish
 from fips.stages.reconstruct import Reconstruction, reconstruct
 from fips.stages.solve import GroupProblem, solve_group
-from fips.stages.stream import Stream, advance, start_stream
+from fips.stages.stream import Stream, advance, enter_stage, start_stream
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,12 @@ class Run:
 
 
 def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter) -> None:
-    """Streams the calibration text through the model, one group of real blocks at a time."""
+    """Streams the calibration data through the model, one group of real blocks at a time."""
     plan, config = run.plan, run.config
-    blocks: Any = plan.model.get_submodule(plan.blocks_path)
-    batch = max(config.batch_tokens // calibration.tokens.shape[1], 1)
+    batches = calibration.batches(max(config.batch_tokens // calibration.tokens_each, 1))
     first = [(plan.views[0].path, plan.views[0].module)]
     with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device):
-        stream = start_stream(plan.trunk, blocks, calibration.tokens, batch, plan.device,
-                              separate=config.inputs == "compressed")  # fmt: skip
+        stream = start_stream(plan.trunk, batches, plan.device, separate=config.inputs == "compressed")
     if config.polish and len(stream.dense) == 1:
         run.report.notes.append("polish was left out: with a single batch nothing can be held out.")
     groups = [g for g in plan.groups if g.sites]
@@ -70,6 +67,9 @@ def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter
                 writer.add(packed)
             if group.last < last:
                 _advance(plan, stream, views, packed, ahead)
+        if group.last < last and plan.ends_stage(group.last):
+            with materialized(plan.outside_blocks(), plan.names, plan.source.read, plan.device):
+                enter_stage(stream, plan.trunk, group.last)
 
 
 def _compress_group(
@@ -116,8 +116,9 @@ def _solved(
     biases: Mapping[str, torch.Tensor],
 ) -> tuple[Reconstruction, list[torch.Tensor]]:
     """Second-order solves; the moments are gone afterwards."""
-    moments = collect_moments(views, stream, run.config.seed if run.config.objective == "mlp" else None)
-    problem = GroupProblem.of(group, weights, biases, moments)
+    objective = run.config.objective
+    moments = collect_moments(views, stream, None if objective == "linear" else run.config.seed)
+    problem = GroupProblem.of(group, weights, biases, moments, objective)
     return solve_group(group, problem, run.config, run.progress.step, dtype=run.plan.dtype), moments.ahead
 
 

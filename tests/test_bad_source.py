@@ -71,9 +71,15 @@ def test_an_unknown_model_type(source: Path, check) -> None:
     check(source, words=["model", "'newest_model'", "unknown"])
 
 
-def test_a_masked_language_model(tmp_path: Path, check) -> None:
-    config = models.bert.BertConfig(**SMALL)
-    check(write(config, tmp_path / "model", "BertForMaskedLM"), words=["BertForMaskedLM", "decoder"])
+def test_an_architecture_that_transformers_does_not_have(tmp_path: Path, check) -> None:
+    source = write(models.bert.BertConfig(**SMALL), tmp_path / "model", "BertForNothing")
+    check(source, words=["'BertForNothing'", "does not have"])
+
+
+def test_a_model_that_reads_sound(tmp_path: Path, check) -> None:
+    config = models.wav2vec2.Wav2Vec2Config(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                            num_attention_heads=4, vocab_size=96)  # fmt: skip
+    check(write(config, tmp_path / "model", "Wav2Vec2Model"), words=["Wav2Vec2Model", "input_values"])
 
 
 def test_an_encoder_decoder(tmp_path: Path, check) -> None:

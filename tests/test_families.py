@@ -75,7 +75,7 @@ def test_all_sites_are_found_and_reading_then_writing_changes_nothing(family: st
 
     dense = write_model(family, tmp_path / "dense")
     plan = make_plan(open_source(dense), fips.CompressionConfig(device="cpu"))
-    per_block = len(ARCHITECTURES[family].up) + len(ARCHITECTURES[family].down)
+    per_block = len(ARCHITECTURES[family][0].up) + len(ARCHITECTURES[family][0].down)
     assert len(plan.sites) == 3 * per_block
     for site in plan.sites:
         weight = plan.source.read(f"{site.disk_name}.weight")

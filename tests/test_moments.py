@@ -17,10 +17,9 @@ from tests.families import write_model
 
 def stream_of(plan: Plan, *, separate: bool = False) -> Stream:
     tokens = torch.randint(3, 90, (6, 16), generator=torch.Generator().manual_seed(0))
-    blocks = plan.model.get_submodule(plan.blocks_path)
     first = [(plan.views[0].path, plan.views[0].module)]
     with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, "cpu"):
-        return start_stream(plan.trunk, blocks, tokens, 2, "cpu", separate=separate)
+        return start_stream(plan.trunk, tokens.split(2), "cpu", separate=separate)
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -167,9 +166,10 @@ def test_channels_weigh_by_the_root_and_never_vanish(plan: Plan) -> None:
     down = next(s for s in views[0].sites if s.role == "down")
     c = collected.sensitivity[up.name]
     torch.testing.assert_close(collected.channels(up), (c / c.mean() + 0.01).sqrt())
+    assert torch.equal(collected.sensitivity[down.name], torch.ones(down.d))  # it is added to the hidden state
     assert collected.channels(down) is None
     assert without.channels(up) is None
     collected.sensitivity[up.name] = torch.zeros(up.f)
-    assert torch.equal(collected.channels(up), torch.ones(up.f))
+    assert collected.channels(up) is None
     for name, moments in without.of.items():
         assert torch.equal(moments.second, collected.of[name].second)

@@ -34,7 +34,7 @@ def solved(request: pytest.FixtureRequest, tmp_path: Path):
         linears = {site.name: view.linear(site) for view in views for site in view.sites}
         weights = {s.name: to_canonical(linears[s.name].weight, transposed=s.transposed) for s in sites}
         biases = {n: m.bias for n, m in linears.items() if getattr(m, "bias", None) is not None}
-        problem = GroupProblem.of(plan.groups[0], weights, biases, collect_moments(views, stream, 0))
+        problem = GroupProblem.of(plan.groups[0], weights, biases, collect_moments(views, stream, 0), "mlp")
         found = solve_group(plan.groups[0], problem, config, lambda _n, _e: None, dtype=torch.float32)
         yield config, stream, views, found.factors
 

@@ -144,7 +144,7 @@ def test_a_tensor_of_the_source_that_is_called_mask_is_carried_over(llama: Path,
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("inputs", ["dense", "compressed"])
-@pytest.mark.parametrize("objective", ["linear", "mlp"])
+@pytest.mark.parametrize("objective", ["linear", "mlp", "block"])
 def test_reported_errors_are_those_of_the_stored_weights(
     family: str, dtype: str, inputs: str, objective: str, settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

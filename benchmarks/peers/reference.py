@@ -28,7 +28,7 @@ from transformers.utils import logging
 from fips import CompressionConfig
 from fips.calibrate import calibrate
 from fips.checkpoint.source import open_source
-from fips.models.blocks import run_block
+from fips.models.blocks import Trunk, run_block
 from fips.plan import make_plan
 from fips.progress import Progress
 from fips.report import CompressionReport
@@ -64,7 +64,7 @@ def replace_matrices_(model: Any, windows: Tensor, method: str, share: float, ba
         batch: Windows per pass.
     """
     sums, blocks = Sums(), model.model.layers
-    stream = start_stream(model.model, blocks, windows, batch, "cpu", separate=False)
+    stream = start_stream(Trunk.of(model.model, blocks), windows.split(batch), "cpu", separate=False)
     for number, block in enumerate(blocks):
         moments = _moments(block, number, stream, whole=method not in DIAGONAL_ONLY)
         started = time.monotonic()

@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from fips.checkpoint.format import QUANT_METHOD
 from fips.checkpoint.quantizer import FipsConfig
 from fips.checkpoint.source import read_config
 from fips.errors import FormatError
+from fips.models.kinds import model_class
 
 
 def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object) -> nn.Module:
@@ -18,7 +19,7 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
     Args:
         path: Folder written by `fips compress`.
         runtime: "dense" (default) rebuilds the weights once; "packed" keeps them packed in memory.
-        **kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, for example `dtype` or `device_map`.
+        **kwargs: Passed to `from_pretrained` of the checkpoint's own class, for example `dtype` or `device_map`.
 
     Returns:
         The model, in evaluation mode.
@@ -30,7 +31,9 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
     description = read_config(folder).get("quantization_config")
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
         raise FormatError(f"{folder} is not a checkpoint compressed by fips; load it with transformers.")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
+    trust = bool(kwargs.get("trust_remote_code", False))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     config.quantization_config = {**description, "runtime": FipsConfig(runtime=runtime).runtime}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=config, **kwargs)
+    kind = model_class(config, trust_remote_code=trust)
+    model: nn.Module = kind.from_pretrained(folder, config=config, **kwargs)
     return model

@@ -9,6 +9,10 @@ from fips.config import BOS_RULES
 from fips.errors import CalibrationError, ConfigError
 
 
+# Rule of text encoders: every window begins and ends as the tokenizer makes a text begin and end.
+WRAPPED = "wrapped"
+
+
 def resolve_bos(rule: str, tokenizer: Any) -> str:
     """Turns "auto" into "every" when the tokenizer puts a BOS before a text by default, else into "none".
 
@@ -32,6 +36,32 @@ def capped_length(requested: int, config: Any) -> int:
     """The requested tokens per window, capped by the model's maximum."""
     limit = getattr(config, "max_position_embeddings", None)
     return min(requested, limit) if isinstance(limit, int) and limit > 1 else requested
+
+
+def encoder_length(requested: int, config: Any, tokenizer: Any) -> int:
+    """The requested tokens per text, capped by the model's and by the tokenizer's maximum."""
+    return min(capped_length(requested, config), tokenizer.model_max_length)
+
+
+def wrapped_windows(text: str, tokenizer: Any, length: int, _bos: str = WRAPPED) -> Tensor:
+    """Non-overlapping windows of a text, each with the special tokens the tokenizer puts around a text.
+
+    Args:
+        text: The text.
+        tokenizer: The model's tokenizer.
+        length: Tokens per window, special ones included.
+
+    Returns:
+        Token ids, (windows, length) int64; no rows when the text is shorter than one window.
+    """
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    before, after = whole[:at], whole[at + len(plain) :]
+    body = length - len(before) - len(after)
+    ids = torch.tensor(_tokenize(text, tokenizer), dtype=torch.int64)
+    windows = ids[: len(ids) // body * body].view(-1, body)
+    return torch.cat([torch.tensor(before).long().expand(len(windows), -1), windows,
+                      torch.tensor(after).long().expand(len(windows), -1)], 1)  # fmt: skip
 
 
 def token_windows(text: str, tokenizer: Any, length: int, bos: str) -> Tensor:

@@ -31,25 +31,32 @@ def features(module: nn.Module) -> tuple[int, int] | None:
     return linear.in_features, linear.out_features
 
 
-def discover(model: nn.Module) -> ArchSpec:
-    """Describes the longest list of equal blocks that hold matrices d → f and f → d with one shared f.
+def discover(trunk: nn.Module) -> ArchSpec:
+    """Describes the lists of equal blocks that hold matrices d → f and f → d with one shared f.
+
+    Lists whose paths differ only in numbers are the stages of one model. Where lists lie inside each other, the inner
+    ones hold the blocks.
+
+    Args:
+        trunk: The base model.
 
     Raises:
         ArchitectureError: If there is no such list.
     """
-    best: tuple[int, ArchSpec] | None = None
-    inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(model.config, n, None), int)), None)
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+    inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(trunk.config, n, None), int)), None)
+    lists = {path: module for path, module in trunk.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    found: dict[str, tuple[int, ArchSpec]] = {}
+    for path, module in lists.items():
+        matrices = _matrices(module[0], inner)
+        if matrices is None or any(_matrices(lists[p][0], inner) for p in lists if p.startswith(f"{path}.")):
             continue
-        found = _matrices(module[0], inner)
-        if found and (best is None or len(module) > best[0]):
-            best = len(module), ArchSpec(path, *found)
-    if best is None:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+        found[pattern] = found.get(pattern, (0,))[0] + len(module), ArchSpec(pattern, *matrices)
+    if not found:
         raise ArchitectureError(
-            f"no MLP matrix found in a {type(model).__name__}: expected blocks with linears d → f and f → d of one f."
+            f"no MLP matrix found in a {type(trunk).__name__}: expected blocks with linears d → f and f → d of one f."
         )
-    return best[1]
+    return max(found.values(), key=lambda entry: entry[0])[1]
 
 
 def _matrices(block: nn.Module, inner: int | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:

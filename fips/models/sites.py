@@ -64,14 +64,75 @@ def architecture(model: Any) -> tuple[ArchSpec, str]:
         ArchitectureError: If the model has experts, or no MLP matrix can be found.
     """
     _refuse_experts(model)
-    spec = ARCHITECTURES.get(model.config.model_type)
-    return (spec, "table") if spec else (discover(model), "structure")
+    for spec in ARCHITECTURES.get(model.config.model_type, ()):
+        blocks = blocks_of(model, spec)
+        if blocks and all(_has(blocks[0].module, name) for name in (*spec.up, *spec.down)):
+            return spec, "table"
+    return discover(model.base_model), "structure"
 
 
-def blocks_of(model: nn.Module, spec: ArchSpec) -> list[tuple[str, nn.Module]]:
-    """The model's blocks in order, each with its module path."""
-    layers = model.get_submodule(spec.blocks)
-    return [(f"{spec.blocks}.{name}", block) for name, block in layers.named_children()]
+def _has(block: nn.Module, name: str) -> bool:
+    try:
+        block.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block and its place in the model.
+
+    Attributes:
+        path: Module path inside the model.
+        module: The block.
+        parent: The module that holds it.
+        stage: Number of the list it is in. Within a list every block is given what the one before it returns; between
+            two lists the model may do something of its own, such as merging patches.
+    """
+
+    path: str
+    module: nn.Module
+    parent: nn.Module
+    stage: int
+
+    @property
+    def key(self) -> str:
+        """Its name inside the parent."""
+        return self.path.rpartition(".")[2]
+
+
+def trunk_of(model: Any, spec: ArchSpec) -> tuple[str, Any]:
+    """The module that turns inputs into the hidden states of all blocks, with its path inside the model."""
+    if spec.trunk:
+        return spec.trunk, model.get_submodule(spec.trunk)
+    trunk = model.base_model
+    return next(path for path, module in model.named_modules() if module is trunk), trunk
+
+
+def blocks_of(model: nn.Module, spec: ArchSpec) -> list[Block]:
+    """The model's blocks in the order in which they run; none where the model has no such lists."""
+    try:
+        prefix, trunk = trunk_of(model, spec)
+        lists = _expand(trunk, "", spec.blocks.split("."))
+    except AttributeError:
+        return []
+    blocks = []
+    for stage, (path, parent) in enumerate(lists):
+        full = ".".join(part for part in (prefix, path) if part)
+        blocks += [Block(f"{full}.{name}", block, parent, stage) for name, block in parent.named_children()]
+    return blocks
+
+
+def _expand(module: nn.Module, path: str, parts: list[str]) -> list[tuple[str, nn.Module]]:
+    """Modules that a path with "*" for any child leads to."""
+    if not parts:
+        return [(path, module)]
+    names = [name for name, _ in module.named_children()] if parts[0] == "*" else parts[:1]
+    found = []
+    for name in names:
+        found += _expand(module.get_submodule(name), f"{path}.{name}" if path else name, parts[1:])
+    return found
 
 
 def find_sites(model: nn.Module, disk_names: Mapping[str, str], include: Sequence[str] = ()) -> list[Site]:
@@ -88,20 +149,17 @@ def find_sites(model: nn.Module, disk_names: Mapping[str, str], include: Sequenc
     """
     spec, _ = architecture(model)
     sites = []
-    for number, (path, block) in enumerate(blocks_of(model, spec)):
+    for number, block in enumerate(blocks_of(model, spec)):
         for role, names in (("up", spec.up), ("down", spec.down)):
-            sites += [_site(block, path, name, number, role, disk_names) for name in names]
+            sites += [_site(block, name, number, role, disk_names) for name in names]
     if not sites:
         raise ArchitectureError(f"no MLP matrix found: {spec.blocks} holds no block.")
     return _included(sites, include)
 
 
-def _site(block: nn.Module, path: str, name: str, number: int, role: str, disk: Mapping[str, str]) -> Site:
-    full = f"{path}.{name}"
-    try:
-        module = block.get_submodule(name)
-    except AttributeError:
-        module = None
+def _site(block: Block, name: str, number: int, role: str, disk: Mapping[str, str]) -> Site:
+    full = f"{block.path}.{name}"
+    module = block.module.get_submodule(name) if _has(block.module, name) else None
     shape = features(module) if module is not None else None
     if module is None or shape is None:
         found = "nothing" if module is None else f"a {type(module).__name__}"

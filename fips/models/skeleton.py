@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from fips.errors import ArchitectureError, SourceError
+from fips.models import kinds
 
 ReadTensor = Callable[[str], Tensor]
 
 
 def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """A causal language model in float32 with every parameter on meta and every buffer real.
+    """The checkpoint's model in float32 with every parameter on meta and every buffer real.
 
     Args:
         config: The checkpoint's transformers config.
@@ -27,12 +27,10 @@ def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     """
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
+            model = kinds.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ArchitectureError(f"config.json does not give a {config.model_type} language model: {first}") from error
+        raise ArchitectureError(f"config.json does not give a {config.model_type} model: {first}") from error
     model.eval()
     model.config.use_cache = False
     return model.requires_grad_(requires_grad=False)
@@ -105,14 +103,46 @@ def require_tensors(model: nn.Module, names: Mapping[str, str]) -> None:
         SourceError: Naming the first missing tensors.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    missing = [n for n in _persistent(model) if n not in names and n not in tied]
+    missing = [n for n in _persistent(model) if n not in names and n not in tied and not is_pooler(n)]
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise SourceError(f"the checkpoint lacks {shown}: it is incomplete or does not belong to its config.json.")
 
 
+def is_pooler(name: str) -> bool:
+    """Whether a tensor or module belongs to a pooler: what comes after the blocks, and many checkpoints lack."""
+    return "pooler" in name.split(".")
+
+
 def _persistent(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_parameters())
+
+
+class _Own(nn.Module):
+    """Stands for a module's own tensors, without those of its children."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["of"] = of
+
+
+def outside(module: nn.Module, path: str, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Everything of a module that is in none of its blocks, to be materialized; poolers come after the blocks.
+
+    Args:
+        module: A trunk.
+        path: Its path in the model.
+        blocks: Paths of its blocks in the model.
+    """
+    blocks = list(blocks)
+    if path in blocks or is_pooler(path):
+        return []
+    if not any(f"{block}.".startswith(f"{path}." if path else "") for block in blocks):
+        return [(path, module)]
+    found: list[tuple[str, nn.Module]] = [(path, _Own(module))]
+    for name, child in module.named_children():
+        found += outside(child, f"{path}.{name}" if path else name, blocks)
+    return found
 
 
 @contextlib.contextmanager
@@ -122,7 +152,8 @@ def materialized(
     """Gives modules their real weights in float32 on `device`; back on meta when the context ends.
 
     Args:
-        modules: Modules with their paths in the model.
+        modules: Modules with their paths in the model; of one that holds blocks as well only its own tensors, see
+            `outside`.
         names: Module tensor name → disk name.
         read: Reads one tensor by its disk name.
         device: Where the weights go.
@@ -145,7 +176,7 @@ def _materialize_(
     device: str,
     held: list[tuple[nn.Module, str, nn.Parameter]],
 ) -> None:
-    for owner_path, owner in module.named_modules():
+    for owner_path, owner in [("", module.of)] if isinstance(module, _Own) else module.named_modules():
         base = ".".join(part for part in (path, owner_path) if part)
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.device.type != "meta":

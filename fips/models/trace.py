@@ -55,12 +55,14 @@ class Trace:
 
     Attributes:
         hidden: Hidden state passed on, (windows, length, d).
+        entering: Hidden state the block was given, (windows, length, d).
         inputs: Site name → input of its linear, (tokens, features).
         outputs: Name of every down-type site → output of its linear, (tokens, d): what the MLP gives.
         mlp_call: Arguments the MLP module was called with.
     """
 
     hidden: Tensor
+    entering: Tensor
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     mlp_call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -75,7 +77,7 @@ def trace_block(view: BlockView, call: Call, hidden: Tensor, weights: dict[str, 
         hidden: Hidden state, (windows, length, d).
         weights: Parameter name inside the block → tensor used instead.
     """
-    trace = Trace(hidden)
+    trace = Trace(hidden, hidden)
     with _recording(view, trace):
         trace.hidden = run_block(view.module, call, hidden, weights)
     for site in view.sites:
@@ -87,10 +89,10 @@ def trace_block(view: BlockView, call: Call, hidden: Tensor, weights: dict[str, 
 def trace_sensitivity(
     view: BlockView, call: Call, hidden: Tensor, generator: torch.Generator
 ) -> tuple[Trace, dict[str, Tensor]]:
-    """Runs a block like `trace_block` and measures how much every output of its up-type linears matters.
+    """Runs a block like `trace_block` and measures how much every output of its linears matters.
 
-    One backward pass of random signs ε from the block's output to the outputs y of the up-type linears: the squared
-    gradient of εᵀ out in y_k has the expectation ‖∂out/∂y_k‖² (Hutchinson's estimator), and a token is one sample.
+    One backward pass of random signs ε from the block's output to the outputs y of the linears: the squared gradient of
+    εᵀ out in y_k has the expectation ‖∂out/∂y_k‖² (Hutchinson's estimator), and a token is one sample.
 
     Args:
         view: The block, materialized, its parameters without gradients.
@@ -99,11 +101,10 @@ def trace_sensitivity(
         generator: Draws the signs, on the CPU.
 
     Returns:
-        The trace, and up-type site name → squared gradients summed over the tokens, (f,), float32.
+        The trace, and site name → squared gradients summed over the tokens, (outputs,), float32.
     """
     leaves: dict[str, Tensor] = {}
-    ups = [site for site in view.sites if site.role == "up"]
-    handles = [view.linear(site).register_forward_hook(_cut(leaves, site)) for site in ups]
+    handles = [view.linear(site).register_forward_hook(_cut(leaves, site)) for site in view.sites]
     try:
         with torch.enable_grad():
             trace = trace_block(view, call, hidden)
@@ -119,14 +120,14 @@ def trace_sensitivity(
             squares[name] = _flat(g).float().square().sum(0)
     inputs = {name: x.detach() for name, x in trace.inputs.items()}
     outputs = {name: y.detach() for name, y in trace.outputs.items()}
-    return Trace(trace.hidden.detach(), inputs, outputs), squares
+    return Trace(trace.hidden.detach(), hidden, inputs, outputs), squares
 
 
 def _cut(leaves: dict[str, Tensor], site: Site) -> Callable[..., Tensor]:
-    """Makes a linear's output a leaf, so that a backward pass ends there."""
+    """Makes a linear's output a leaf where it depends on none, so that a backward pass ends there."""
 
     def hook(_module: nn.Module, _args: Sequence[Tensor], output: Tensor) -> Tensor:
-        leaves[site.name] = output.detach().requires_grad_()
+        leaves[site.name] = output if output.requires_grad else output.detach().requires_grad_()
         return leaves[site.name].clone()  # activations that work in place may not touch a leaf
 
     return hook
@@ -147,7 +148,7 @@ def run_mlp(view: BlockView, trace: Trace, weights: dict[str, Tensor]) -> dict[s
     module = view.module.get_submodule(path) if path else view.module
     prefix = f"{path}." if path else ""
     inner = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    outputs = Trace(trace.hidden)
+    outputs = Trace(trace.hidden, trace.entering)
     args, kwargs = trace.mlp_call
     with _recording(view, outputs):
         torch.func.functional_call(module, inner, args, kwargs)

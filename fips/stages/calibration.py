@@ -1,6 +1,7 @@
 """Calibration tokens: from a text, or sampled by the model itself."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fips.data.texts import Text
-from fips.data.windows import token_windows
+from fips.data.windows import WRAPPED, token_windows, wrapped_windows
 from fips.errors import CalibrationError
 
 _SAMPLING_BATCH = 16
@@ -35,6 +36,15 @@ class Calibration:
         """Tokens the model wrote itself, hashed as little-endian int64."""
         return cls(tokens, "self", hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), bos)
 
+    @property
+    def tokens_each(self) -> int:
+        """Tokens per window."""
+        return self.tokens.shape[1]
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Token ids, `size` windows at a time."""
+        yield from self.tokens.split(size)
+
     def to_dict(self) -> dict[str, Any]:
         """What the report records."""
         windows, length = self.tokens.shape
@@ -56,7 +66,7 @@ def windows_of(text: Text, tokenizer: Any, length: int, count: int, bos: str, ge
         tokenizer: The model's tokenizer.
         length: Tokens per window.
         count: Windows wanted; fewer when the text is short.
-        bos: BOS rule, resolved.
+        bos: BOS rule, resolved, or "wrapped".
         generator: Chooses the windows.
 
     Returns:
@@ -65,7 +75,8 @@ def windows_of(text: Text, tokenizer: Any, length: int, count: int, bos: str, ge
     Raises:
         CalibrationError: If the text is shorter than one window.
     """
-    windows = token_windows(text.content, tokenizer, length, bos)
+    cut = wrapped_windows if bos == WRAPPED else token_windows
+    windows = cut(text.content, tokenizer, length, bos)
     if not len(windows):
         raise CalibrationError(
             f"{text.origin} has fewer tokens than one sequence of {length}. "

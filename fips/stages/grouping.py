@@ -45,30 +45,32 @@ class Group:
 
 
 def group_blocks(
-    sites: Sequence[Site], blocks: int, size: int, groups: Sequence[tuple[int, int]] | None
+    sites: Sequence[Site], stages: Sequence[int], size: int, groups: Sequence[tuple[int, int]] | None
 ) -> list[tuple[int, int]]:
-    """Ranges of consecutive blocks of one width.
+    """Ranges of consecutive blocks of one stage and one width.
 
     Args:
         sites: All matrices of the model.
-        blocks: Number of blocks.
-        size: Blocks per group; a width change starts a new group.
+        stages: Stage of every block.
+        size: Blocks per group; a new stage or width starts a new group.
         groups: Explicit (first, last) ranges instead.
 
     Raises:
-        ConfigError: If explicit ranges overlap, leave a gap, exceed the model, or cross a width change.
+        ConfigError: If explicit ranges overlap, leave a gap, exceed the model, or cross a change of stage or width.
     """
     widths = {site.block: site.d for site in sites}
     if groups is not None:
-        _check_cover(groups, blocks)
+        _check_cover(groups, len(stages))
         for first, last in groups:
             _check_width(first, last, widths)
+            if stages[first] != stages[last]:
+                raise ConfigError(f"groups: {first}-{last} joins blocks of different stages; split it there.")
         return list(groups)
     ranges: list[tuple[int, int]] = []
-    for block in range(blocks):
+    for block, stage in enumerate(stages):
         first = ranges[-1][0] if ranges else 0
         same = {widths[b] for b in range(first, block + 1) if b in widths}
-        if not ranges or block - first >= size or len(same) > 1:
+        if not ranges or block - first >= size or len(same) > 1 or stage != stages[first]:
             ranges.append((block, block))
         else:
             ranges[-1] = (first, block)

@@ -85,8 +85,8 @@ class GroupMoments:
     Attributes:
         of: Matrix name → its moments; gate and up of a block share one object.
         ahead: Hidden states of the dense model after the group, per batch.
-        sensitivity: Up-type matrix name → E‖∂out/∂y_k‖² of its outputs y, out being the block's output, (f,); empty
-            when it was not asked for.
+        sensitivity: Matrix name → E‖∂out/∂y_k‖² of its outputs y, out being the block's output, (outputs,); empty when
+            it was not asked for.
     """
 
     of: dict[str, Moments]
@@ -94,16 +94,18 @@ class GroupMoments:
     sensitivity: dict[str, Tensor]
 
     def channels(self, site: Site) -> Tensor | None:
-        """Weights of the outputs of an up-type matrix in its error, (f,), or None where they all count the same.
+        """Weights of a matrix's outputs in its error, (outputs,), or None where they all count the same.
 
         They are the root of the sensitivity, relative to its mean; a hundredth is added, so that an output that does
-        not matter on the calibration text still counts.
+        not matter on the calibration data still counts.
         """
         if site.name not in self.sensitivity:
             return None
         c = self.sensitivity[site.name]
         mean = c.mean()
-        return (c / mean + 1e-2).sqrt() if mean > 0 else torch.ones_like(c)
+        if not mean > 0 or bool((c == c[0]).all()):  # what is simply added to the hidden state counts exactly 1
+            return None
+        return (c / mean + 1e-2).sqrt()
 
 
 @torch.no_grad()
@@ -117,7 +119,7 @@ def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None
         views: The group's blocks, materialized.
         stream: The stream, at the group's first block.
         seed: Seed of the random signs that measure the sensitivity of the block's output to the outputs of the
-            up-type matrices; None leaves that out.
+            matrices; None leaves that out.
 
     Raises:
         NumericalError: If a block's output is not finite.
@@ -144,7 +146,7 @@ def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None
 def _trace_dense(
     view: BlockView, call: Call, hidden: Tensor, generator: torch.Generator | None, sensitivity: dict[str, Tensor]
 ) -> Trace:
-    """Runs a dense block; with a generator the squared gradients of its up-type outputs are added up as well."""
+    """Runs a dense block; with a generator the squared gradients of its linears' outputs are added up as well."""
     if generator is None:
         return trace_block(view, call, hidden)
     trace, squares = trace_sensitivity(view, call, hidden, generator)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fips.config import CompressionConfig
 from fips.linalg.prune import largest_masks
+from fips.models.blocks import Call, run_block
 from fips.models.layers import rebuild
 from fips.models.sites import Site, from_canonical, to_canonical
 from fips.models.trace import BlockView, Trace, run_mlp, trace_block
@@ -143,7 +144,7 @@ def trace_group(
         hidden = dense.hidden
         ours = dense
         if stream.separate:
-            grads = torch.is_grad_enabled() and config.objective == "mlp" and bool(view.sites)
+            grads = torch.is_grad_enabled() and config.objective != "linear" and bool(view.sites)
             with torch.set_grad_enabled(grads):
                 ours = trace_block(view, call, prefix, model.block_weights(view))
             prefix = ours.hidden.detach()
@@ -152,9 +153,24 @@ def trace_group(
 
 
 def block_terms(
-    model: TrainableGroup, view: BlockView, dense: Trace, ours: Trace, config: CompressionConfig
+    model: TrainableGroup, view: BlockView, call: Call, traces: tuple[Trace, Trace], config: CompressionConfig
 ) -> dict[str, Term]:
-    """The compared outputs of one block."""
+    """The compared outputs of one block.
+
+    Args:
+        model: The factors.
+        view: The block.
+        call: Its recorded arguments.
+        traces: The dense one, and the one whose inputs the factors are judged on; see `trace_group`.
+        config: Settings.
+    """
+    dense, ours = traces
+    if config.objective == "block":
+        out = ours.hidden
+        if ours is dense:
+            out = run_block(view.module, call, dense.entering, model.block_weights(view))
+        # What the block adds to its input: on its own it would drown in the energy of the hidden state.
+        return {view.path: Term((dense.hidden - out).square().sum(), (dense.hidden - dense.entering).square().sum())}
     if config.objective == "mlp" and dense.outputs:  # without a down-type matrix the linears' outputs are compared
         outputs = ours.outputs if ours is not dense else run_mlp(view, dense, model.block_weights(view))
         return {n: Term((y - outputs[n]).square().sum(), y.square().sum()) for n, y in dense.outputs.items()}
@@ -191,7 +207,7 @@ def group_errors(
     for batch in range(len(stream.dense)):
         for view, dense, ours in trace_group(model, views, stream, batch, config):
             check_finite(dense.hidden, f"the output of block {view.number} ({view.path})")
-            errors.add(block_terms(model, view, dense, ours, config))
+            errors.add(block_terms(model, view, stream.calls[batch][view.number], (dense, ours), config))
             for name, x in dense.inputs.items():
                 seen = (x != 0).any(0)
                 alive[name] = seen if name not in alive else alive[name] | seen

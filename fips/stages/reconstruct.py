@@ -146,7 +146,7 @@ def _backward(model: TrainableGroup, data: Batches, batch: int) -> float:
     """Accumulates the gradients of one batch, block by block, and returns the mean relative error."""
     loss = 0.0
     for view, dense, ours in trace_group(model, data.views, data.stream, batch, data.config):
-        terms = block_terms(model, view, dense, ours, data.config)
+        terms = block_terms(model, view, data.stream.calls[batch][view.number], (dense, ours), data.config)
         part = torch.stack([t.residual / data.before.scale(name) for name, t in terms.items()]).sum()
         part = part / len(data.before.energy)
         torch.autograd.backward(part)

@@ -28,7 +28,7 @@ class GroupProblem:
         weights: Module name → W, (d, f), float32.
         biases: Module name → bias, where there is one.
         moments: Second moments of the inputs.
-        channels: Module name of an up-type matrix → weights of its outputs in the error, (f,); missing means 1.
+        channels: Module name → weights of the matrix's outputs in the error, (outputs,); missing means 1.
     """
 
     sites: Sequence[Site]
@@ -39,25 +39,42 @@ class GroupProblem:
 
     @classmethod
     def of(
-        cls, group: Group, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor], moments: GroupMoments
+        cls,
+        group: Group,
+        weights: Mapping[str, Tensor],
+        biases: Mapping[str, Tensor],
+        moments: GroupMoments,
+        objective: str,
     ) -> "GroupProblem":
-        """The problem of a group; its channels are weighed where the moments hold a sensitivity."""
-        channels = {site.name: moments.channels(site) for site in group.sites}
+        """The problem of a group; outputs are weighed as the objective says."""
+        weighed = {"linear": (), "mlp": ("up",), "block": ("up", "down")}[objective]
+        channels = {site.name: moments.channels(site) for site in group.sites if site.role in weighed}
         return cls(group.sites, weights, biases, moments, {n: c for n, c in channels.items() if c is not None})
 
-    def weighed(self, name: str, W: Tensor) -> Tensor:
-        """A (·, f) matrix with its columns multiplied by the channels' weights."""
-        return W * self.channels[name].to(W.dtype) if name in self.channels else W
+    def weighed(self, site: Site, W: Tensor) -> Tensor:
+        """A (d, f) matrix whose outputs, its columns (up-type) or rows (down-type), are multiplied by their weights."""
+        c = self.channels.get(site.name)
+        if c is None:
+            return W
+        return W * (c.to(W.dtype) if site.role == "up" else c.to(W.dtype)[:, None])
 
     def matrices(self, damping: float = DAMPING[0]) -> list[Quadratic]:
-        """The objectives. Weighing the outputs of an up-type matrix is the same as scaling the columns of W and V."""
+        """The objectives.
+
+        Weighing the outputs of an up-type matrix is the same as scaling the columns of W and V. Of a down-type matrix,
+        whose outputs are the rows of U, the weights are its left moment.
+        """
         metrics = MetricCache(damping)
         found = []
         for site in self.sites:
             m = metrics.quadratic(
                 site, self.weights[site.name], self.moments.of[site.name], has_bias=site.name in self.biases
             )
-            found.append(replace(m, W=self.weighed(site.name, m.W)))
+            if site.role == "up":
+                m = replace(m, W=self.weighed(site, m.W))
+            elif site.name in self.channels:
+                m = replace(m, left=self.channels[site.name].to(m.W.dtype).square().diag())
+            found.append(m)
         return found
 
     def sample(self) -> list[int]:
@@ -68,7 +85,7 @@ class GroupProblem:
 
     def projections(self, V: Sequence[Tensor]) -> dict[str, Tensor]:
         """Module name → V as it is stored: solved columns divided by the channels' weights."""
-        return {s.name: v / self.channels[s.name] if s.name in self.channels else v
+        return {s.name: v / self.channels[s.name] if s.role == "up" and s.name in self.channels else v
                 for s, v in zip(self.sites, V, strict=True)}  # fmt: skip
 
     def as_stored(self, factors: FactorizedGroup, dtype: torch.dtype) -> tuple[FactorizedGroup, dict[str, float]]:
@@ -79,7 +96,7 @@ class GroupProblem:
             new = rebuild(rounded.basis.to(dtype), rounded.projections[name].to(dtype)).to(W.dtype)
             if name in factors.biases:
                 biases[name] = corrected_bias(site, factors.biases[name], W, new, moments)
-            errors[name] = stored_error(site, self.weighed(name, W), self.weighed(name, new), moments,
+            errors[name] = stored_error(site, self.weighed(site, W), self.weighed(site, new), moments,
                                         has_bias=name in factors.biases)  # fmt: skip
         return FactorizedGroup(rounded.basis, rounded.projections, biases), errors
 

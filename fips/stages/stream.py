@@ -1,14 +1,13 @@
 """The calibration stream: hidden states at the border of the current group, and nothing else of the activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fips.errors import ArchitectureError, NumericalError
-from fips.models.blocks import Call, record_calls, returned_tuple_length, run_block, share_equal
+from fips.models.blocks import Call, Trunk, cross_stage, record_calls, returned_tuple_length, run_block, share_equal
 from fips.models.trace import BlockView
 
 
@@ -20,12 +19,16 @@ class Stream:
         dense: One (windows, length, d) tensor per batch, from the original model, on the CPU.
         compressed: The same from the compressed prefix; the very list `dense` when inputs are the original model's.
         calls: Per batch, the recorded arguments of every block.
+        shapes: Per batch, the shape of the model's inputs.
+        tuples: Length of the tuples that blocks return.
         device: Where blocks run.
     """
 
     dense: list[Tensor]
     compressed: list[Tensor]
     calls: list[list[Call]]
+    shapes: list[torch.Size]
+    tuples: int
     device: str
 
     @property
@@ -35,35 +38,51 @@ class Stream:
 
 
 @torch.no_grad()
-def start_stream(
-    model: Any, blocks: nn.ModuleList, tokens: Tensor, batch: int, device: str, *, separate: bool
-) -> Stream:
-    """Embeds the calibration tokens and records what the model passes to its blocks.
+def start_stream(trunk: Trunk, batches: Iterable[Tensor], device: str, *, separate: bool) -> Stream:
+    """Embeds the calibration inputs and records what the model passes to its blocks.
 
     Args:
-        model: The trunk, with everything but the blocks after the first materialized on `device`.
-        blocks: Its list of blocks.
-        tokens: Token windows, (windows, length).
-        batch: Windows per batch.
+        trunk: The trunk, with everything outside its blocks, and the first block, materialized on `device`.
+        batches: Token ids, (windows, length), or pixel values, (images, channels, height, width).
         device: Where blocks run.
         separate: Whether to carry hidden states of the compressed prefix too.
     """
-    chunks: tuple[Tensor, ...] = torch.split(tokens, batch)
     hidden: list[Tensor] = []
     calls: list[list[Call]] = []
+    shapes: list[torch.Size] = []
     tuples: int | None = None
-    for number, chunk in enumerate(chunks):
+    for number, chunk in enumerate(batches):
         try:
             if tuples is None:
-                tuples = returned_tuple_length(model, blocks, chunk[:1].to(device))
-            first, recorded = record_calls(model, blocks, chunk.to(device), tuples=tuples)
+                tuples = returned_tuple_length(trunk, chunk[:1].to(device))
+            first, recorded = record_calls(trunk, chunk.to(device), tuples=tuples)
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # any model's own code
-            kind, first_line = type(model).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
+            kind, first_line = type(trunk.module).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ArchitectureError(f"{kind} cannot be run block by block: {first_line}") from error
         check_finite(first, f"the embedding of calibration batch {number}")
         hidden.append(first.cpu())
         calls.append(share_equal(recorded, calls[0]) if calls else recorded)
-    return Stream(hidden, list(hidden) if separate else hidden, calls, device)
+        shapes.append(chunk.shape)
+    return Stream(hidden, list(hidden) if separate else hidden, calls, shapes, tuples or 0, device)
+
+
+@torch.no_grad()
+def enter_stage(stream: Stream, trunk: Trunk, after: int) -> None:
+    """Moves the stream from the end of one stage to the first block of the next.
+
+    Args:
+        stream: The stream, behind block `after`.
+        trunk: The trunk, with everything outside its blocks materialized.
+        after: Number of the last block of a stage.
+
+    Raises:
+        NumericalError: If what enters the next block is not finite.
+    """
+    for states in [stream.dense, stream.compressed] if stream.separate else [stream.dense]:
+        for batch, hidden in enumerate(states):
+            entering = cross_stage(trunk, stream.shapes[batch], after, hidden.to(stream.device), tuples=stream.tuples)
+            check_finite(entering, f"what enters block {after + 1}")
+            states[batch] = entering.cpu()
 
 
 @torch.no_grad()

@@ -1,0 +1,66 @@
+"""Which class a checkpoint is a model of, and what it reads."""
+
+from typing import Any
+
+from fips.errors import ArchitectureError
+
+LANGUAGE_MODEL = "language model"
+TEXT_ENCODER = "text encoder"
+IMAGE_MODEL = "image model"
+
+_REMOTE = "AutoModelForCausalLM"
+
+
+def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The class a checkpoint was saved from, as its config states it; transformers' default for its type otherwise.
+
+    Args:
+        config: The checkpoint's transformers config.
+        trust_remote_code: Whether the checkpoint's own Python code may run.
+
+    Returns:
+        A class with `from_pretrained`; one of the auto classes where code of the checkpoint is meant.
+
+    Raises:
+        ArchitectureError: If transformers has no such class.
+    """
+    import transformers
+
+    if trust_remote_code and _REMOTE in (getattr(config, "auto_map", None) or {}):
+        return transformers.AutoModelForCausalLM
+    stated = (getattr(config, "architectures", None) or [None])[0]
+    if stated is None:
+        causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    found = getattr(transformers, str(stated), None)
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise ArchitectureError(f"config.json names the architecture {stated!r}, which transformers does not have.")
+    return found
+
+
+def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """A model of the checkpoint's class with random weights."""
+    kind = model_class(config, trust_remote_code=trust_remote_code)
+    if kind.__name__.startswith("Auto"):
+        return kind.from_config(config, trust_remote_code=trust_remote_code, **options)
+    return kind._from_config(config, **options)
+
+
+def reads(trunk: Any, model: Any) -> str:
+    """What a model is to fips: "language model", "text encoder" or "image model".
+
+    Raises:
+        ArchitectureError: If it reads something else, or writes one sequence while it reads another.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ArchitectureError(f"{name} has an encoder and a decoder; such models are not supported.")
+    inputs = getattr(trunk, "main_input_name", None)
+    if inputs == "pixel_values":
+        return IMAGE_MODEL
+    if inputs != "input_ids":
+        raise ArchitectureError(f"{name} reads {inputs}; expected a model of token ids or of pixel values.")
+    remote = type(model).__module__.startswith("transformers_modules")
+    return LANGUAGE_MODEL if remote or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else TEXT_ENCODER
