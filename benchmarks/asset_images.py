@@ -87,7 +87,10 @@ def build_dinov2(files: list[Path], out: Path) -> None:
     Dinov2Config(hidden_size=384, num_attention_heads=6, num_hidden_layers=12, image_size=518, patch_size=14,
                  architectures=["Dinov2Model"], dtype="float32").save_pretrained(out)  # fmt: skip
     (out / "preprocessor_config.json").write_text(json.dumps(DINOV2_PROCESSOR, indent=2) + "\n", encoding="utf-8")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is wrong is said below, in one line
     _, info = Dinov2Model.from_pretrained(out, output_loading_info=True)
+    logging.set_verbosity(verbosity)
     wrong = sorted(str(key) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind])
     if wrong:
         raise AssetError(f"{file.name} does not give a Dinov2Model: {', '.join(wrong[:4])}.")
