@@ -448,6 +448,8 @@ def test_more_than_one_percent_ends_the_run(tmp_path: Path) -> None:
         list(batches)
     assert not isinstance(caught.value, BrokenImageError)
     assert len(reader.skipped) == 3
+    with pytest.raises(CalibrationError, match="of the 100 images"):  # one of up to 199 is tolerated
+        list(ImageReader(images, range(4, 104), 3).batches(64))
     kept = [k for batch in ImageReader(images, range(6, 300), 3).batches(64) for k in batch.kept]
     assert kept == [k for k in range(6, 300) if k not in (7, 200)]
 
@@ -560,6 +562,7 @@ def test_one_channel(tmp_path: Path) -> None:
 def test_a_processor_that_keeps_bytes_still_gives_floats(tmp_path: Path) -> None:
     settings = {**ONE_CHANNEL, "do_rescale": False, "do_normalize": False, "do_resize": False}
     values = pixel_values([Image.new("L", (5, 4), 9)], processor(tmp_path, **settings))
+    assert values.dtype == torch.float32
     assert torch.equal(values, torch.full((1, 1, 4, 5), 9.0))
 
 

@@ -142,12 +142,10 @@ def _open_parquet(path: Path) -> tuple[Any, int, Callable[[str], list[Any]], Cal
 def _open_arrow(path: Path) -> tuple[Any, int, Callable[[str], list[Any]], Callable[[str], Callable[[int], Any]]]:
     import pyarrow as pa
 
-    source = pa.memory_map(str(path))
     try:
-        table = pa.ipc.open_file(source).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid:  # what `datasets` writes is a stream
-        source.seek(0)
-        table = pa.ipc.open_stream(source).read_all()
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     return (table.schema, table.num_rows, lambda name: table.column(name).to_pylist(),
             lambda name: lambda index: table.column(name)[index].as_py())  # fmt: skip
 
