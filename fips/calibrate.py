@@ -1,23 +1,81 @@
-"""Calibration tokens of a run: of the text that was named, of a Hub text, or of the model itself."""
+"""Calibration data of a run: a text, a Hub text, the model's own, or images."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fips.checkpoint.tokenizer import load_tokenizer
+from fips.checkpoint.tokenizer import load_image_processor, load_tokenizer
 from fips.config import CompressionConfig
-from fips.data.texts import DEFAULT_DATASET, Text, looks_like_file, read_dataset, read_text
+from fips.data.images import looks_like_images, open_images, sample
+from fips.data.pixels import ImageReader, check_pillow
+from fips.data.texts import DEFAULT_DATASET, Text, check_file, looks_like_file, read_dataset, read_text
 from fips.data.windows import WRAPPED, capped_length, check_vocabulary, encoder_length, resolve_bos
 from fips.errors import CalibrationError
-from fips.models.kinds import TEXT_ENCODER, model_class
+from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, TEXT_ENCODER, model_class
 from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport
-from fips.stages.calibration import Calibration, sample_tokens, windows_of
+from fips.stages.calibration import Calibration, ImageCalibration, sample_tokens, windows_of
 
 
-def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, progress: Progress) -> Calibration:
+def check_calibration(plan: Plan, config: CompressionConfig) -> None:
+    """Refuses calibration data that cannot be meant for the model, before any long work.
+
+    Raises:
+        CalibrationError: Saying what the model needs.
+    """
+    named = config.calibration
+    if plan.reads == IMAGE_MODEL:
+        check_pillow()
+        if named is None or named == "self" or named.endswith((".txt", ".jsonl")):
+            raise CalibrationError(f"{plan.source.name} is an image model; name a folder of images, a .parquet or .arrow "
+                                   "file, or a Hub data set with --calibration.")  # fmt: skip
+    elif named is not None and looks_like_images(named):
+        raise CalibrationError(f"{named}: {plan.source.name} is a {plan.reads}; name a .txt or .jsonl file.")
+    elif named is not None and looks_like_file(named):
+        check_file(Path(named))
+    elif named == "self" and plan.reads != LANGUAGE_MODEL:
+        raise CalibrationError(f"{plan.source.name} is a {plan.reads} and cannot write text; name one with "
+                               "--calibration.")  # fmt: skip
+
+
+def calibrate(
+    plan: Plan, config: CompressionConfig, report: CompressionReport, progress: Progress
+) -> Calibration | ImageCalibration:
+    """The data whose activations the model is compressed on."""
+    if plan.reads == IMAGE_MODEL:
+        return calibration_images(plan, config, report)
+    return calibration_tokens(plan, config, report, progress)
+
+
+def calibration_images(plan: Plan, config: CompressionConfig, report: CompressionReport) -> ImageCalibration:
+    """Chosen images of a folder, a table or a data set; none is decoded yet."""
+    images = open_images(str(config.calibration), "train")
+    chosen = sample(images, config.calibration_images, torch.Generator().manual_seed(config.seed))
+    if len(chosen) < config.calibration_images:
+        report.notes.append(f"{images.origin} gives {len(chosen):,} images; {config.calibration_images:,} were asked "
+                            "for.")  # fmt: skip
+    processor = load_image_processor(plan.source.folder, trust_remote_code=plan.trust_remote_code)
+    vision: Any = plan.trunk.module.config
+    reader = ImageReader(images, chosen, int(getattr(vision, "num_channels", 3)))
+    calibration = ImageCalibration(images.origin, images.sha256, reader, len(chosen), processor, patches(vision),
+                                   config.seed if config.augment else None)  # fmt: skip
+    _note_few(plan, len(chosen) * calibration.tokens_each, report)
+    return calibration
+
+
+def patches(config: Any) -> int:
+    """Patches of an image of the size the model was trained on; a guess that only sizes batches."""
+    size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    rows, columns = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
+    return max((height // rows) * (width // columns), 1)
+
+
+def calibration_tokens(
+    plan: Plan, config: CompressionConfig, report: CompressionReport, progress: Progress
+) -> Calibration:
     """Calibration tokens of the chosen text, or the model's own."""
     tokenizer = load_tokenizer(plan.source.folder, trust_remote_code=plan.trust_remote_code)
     encoder = plan.reads == TEXT_ENCODER
@@ -25,7 +83,7 @@ def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, 
     length = capped_length(config.sequence_length, plan.model.config)
     length = encoder_length(length, plan.model.config, tokenizer) if encoder else length
     count = max(config.calibration_tokens // length, 1)
-    text = _calibration_text(config, tokenizer, report)
+    text = _calibration_text(plan, config, tokenizer, report)
     if text is not None:
         windows = windows_of(text, tokenizer, length, count, bos, torch.Generator().manual_seed(config.seed))
         calibration = Calibration(windows, text.origin, text.sha256, bos)
@@ -35,18 +93,24 @@ def calibrate(plan: Plan, config: CompressionConfig, report: CompressionReport, 
         tokens = sample_tokens(dense, tokenizer, length, count, config.seed)
         calibration = Calibration.sampled(tokens, bos)
     check_vocabulary(calibration.tokens, plan.vocabulary, calibration.origin)
-    report.calibration = calibration.to_dict()
     if len(calibration.tokens) < count:
         report.notes.append(f"{calibration.origin} gives {len(calibration.tokens)} sequences of {length} tokens; "
                             f"{count} were asked for.")  # fmt: skip
-    widest = max(site.f for site in plan.sites)
-    if calibration.tokens.numel() < widest:
-        report.notes.append(f"{calibration.tokens.numel():,} calibration tokens are fewer than the {widest:,} "
-                            "features of a matrix; more tokens give a better result.")  # fmt: skip
+    _note_few(plan, calibration.tokens.numel(), report)
     return calibration
 
 
-def _calibration_text(config: CompressionConfig, tokenizer: Any, report: CompressionReport) -> Text | None:
+def _note_few(plan: Plan, tokens: int, report: CompressionReport) -> None:
+    widest = max(site.f for site in plan.sites)
+    if tokens < widest:
+        what = "patches" if plan.reads == IMAGE_MODEL else "tokens"
+        report.notes.append(f"{tokens:,} calibration {what} are fewer than the {widest:,} features of a matrix; more "
+                            f"{what} give a better result.")  # fmt: skip
+
+
+def _calibration_text(
+    plan: Plan, config: CompressionConfig, tokenizer: Any, report: CompressionReport
+) -> Text | None:
     """The text that was asked for; a Hub text when nothing was and it can be had; None for "self"."""
     if config.calibration == "self":
         return None
@@ -58,7 +122,10 @@ def _calibration_text(config: CompressionConfig, tokenizer: Any, report: Compres
         text = read_dataset(DEFAULT_DATASET, "train")
         report.notes.append(f"calibrated on {DEFAULT_DATASET}, as no calibration was named.")
         return text
-    except CalibrationError:
+    except CalibrationError as error:
+        if plan.reads != LANGUAGE_MODEL:
+            raise CalibrationError(f"no calibration was named, and {DEFAULT_DATASET} is not available here; name a text "
+                                   "with --calibration.") from error  # fmt: skip
         report.notes.append("calibrated on text sampled from the model itself: none was named, and "
                             f"{DEFAULT_DATASET} is not available here.")  # fmt: skip
         return None

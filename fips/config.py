@@ -62,8 +62,11 @@ class CompressionConfig:
         group_size: Consecutive blocks that share one basis U.
         groups: Explicit groups as (first, last) block numbers, instead of `group_size`.
         include: Globs over matrix names; only matching MLP matrices are compressed.
-        calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self").
+        calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self"). For
+            an image model: a folder of images, a .parquet or .arrow file, or a Hub data set id.
         calibration_tokens: Tokens of calibration text.
+        calibration_images: Images, of every class equally many where they are labelled.
+        augment: Whether calibration images are flipped and cropped at random.
         sequence_length: Tokens per calibration sequence, capped by the model's maximum.
         solver: "moments": second-order solves on second moments of the activations. "gradient": the paper's AdamW on
             the activations themselves.
@@ -98,6 +101,8 @@ class CompressionConfig:
     include: tuple[str, ...] = ()
     calibration: str | None = None
     calibration_tokens: int = 65_536
+    calibration_images: int = 2560
+    augment: bool = False
     sequence_length: int = 2048
     solver: str = "moments"
     rounds: int = 6
@@ -163,7 +168,7 @@ class CompressionConfig:
         _require(0 < self.learning_rate < 10, "learning_rate", self.learning_rate, "a positive number below 10")
         _require(0 <= self.weight_decay < 10, "weight_decay", self.weight_decay, "0 or more, below 10")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
-        for name in ("group_size", "calibration_tokens", "batch_tokens", "mask_interval", "max_shard_size", "rounds"):
+        for name in ("group_size", "calibration_tokens", "calibration_images", "batch_tokens", "mask_interval", "max_shard_size", "rounds"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
         wanted = f"at least one sequence ({self.sequence_length})"
@@ -210,8 +215,10 @@ class EvaluationConfig:
     """Settings of an evaluation: with the text they make up its protocol.
 
     Attributes:
-        text: Text file (.txt or .jsonl); exactly one of `text` and `dataset` is given.
+        text: Text file (.txt or .jsonl); exactly one of `text`, `dataset` and `images` is given.
         dataset: Hub data set, "owner/name" or "owner/name:config"; its test split is used.
+        images: For an image model: a folder with a subfolder per class, a .parquet or .arrow file, or a Hub data set.
+        limit: Images, or texts of a text encoder, at most; None is all of them.
         length: Tokens per window L, capped by the model's maximum.
         bos: BOS in every window ("every"), before the text ("first"), "none", or as the tokenizer does ("auto").
         device: Where the models run.
@@ -224,6 +231,8 @@ class EvaluationConfig:
 
     text: str | None = None
     dataset: str | None = None
+    images: str | None = None
+    limit: int | None = None
     length: int = 2048
     bos: str = "auto"
     device: str = "auto"
@@ -232,8 +241,10 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         """Refuses values that cannot work."""
-        if (self.text is None) == (self.dataset is None):
-            raise ConfigError("name exactly one of a text file (--text) and a data set (--dataset) to evaluate on.")
+        if sum(given is not None for given in (self.text, self.dataset, self.images)) != 1:
+            raise ConfigError("name exactly one of a text file (--text), a data set (--dataset) and images (--images) "
+                              "to evaluate on.")  # fmt: skip
+        _require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
         _require(self.length >= 2, "length", self.length, "2 or more tokens per window")
         choices = {"bos": BOS_RULES, "device": DEVICES, "dtype": DTYPES, "runtime": RUNTIMES}
         for name, allowed in choices.items():

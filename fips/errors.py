@@ -26,7 +26,11 @@ class ArchitectureError(FipsError):
 
 
 class CalibrationError(FipsError):
-    """The calibration text cannot be used."""
+    """The text or images of a calibration or an evaluation cannot be used."""
+
+
+class BrokenImageError(CalibrationError):
+    """One image cannot be decoded; a few of them are skipped, many end the run."""
 
 
 class NumericalError(FipsError):

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from fips.calibrate import calibrate
+from fips.calibrate import calibrate, check_calibration
 from fips.checkpoint.card import write_card
 from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
@@ -12,7 +12,6 @@ from fips.checkpoint.save import CheckpointWriter, file_digest, write_json
 from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
-from fips.data.texts import check_file, looks_like_file
 from fips.metrics.footprint import compressed_sizes
 from fips.plan import make_plan, versions
 from fips.progress import Progress
@@ -31,7 +30,7 @@ def compress(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> CompressionReport:
-    """Compresses a decoder language model and writes a checkpoint that loads with `from_pretrained`.
+    """Compresses a language model, text encoder or image model; the checkpoint loads with `from_pretrained`.
 
     Args:
         model: Checkpoint folder or Hub id.
@@ -50,11 +49,10 @@ def compress(
     """
     config, progress, out = config or CompressionConfig(), progress or Progress(-1), Path(out)
     started = time.monotonic()
-    if config.calibration is not None and looks_like_file(config.calibration):
-        check_file(Path(config.calibration))
     source = open_source(model, revision)
     check_output(out, source.folder, overwrite=overwrite)
     plan = make_plan(source, config, trust_remote_code=trust_remote_code)
+    check_calibration(plan, config)
     check_space(out, plan.needed_disk())
     source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
@@ -66,6 +64,7 @@ def compress(
         writer.finish(config.max_shard_size)
         progress.note("verifying the written checkpoint bit by bit")
         verify_written(writer)
+        report.calibration = calibration.to_dict()
         _finish_report(report, writer, started)
         write_json(folder / REPORT_NAME, report.to_dict())
         write_card(folder, report)
@@ -78,6 +77,9 @@ def _finish_report(report: CompressionReport, writer: CheckpointWriter, started:
     report.sizes = compressed_sizes(writer.groups, tensors)
     report.files = {path.name: file_digest(path) for path in files}
     report.verified = True
+    skipped = report.calibration.get("skipped")
+    if skipped:
+        report.notes.append(f"{len(skipped)} broken images were left out of the calibration: {', '.join(skipped)}.")
     dead = {name: count for group in report.groups for name, count in group.dead_features.items()}
     if dead:
         worst = max(dead, key=lambda name: dead[name])

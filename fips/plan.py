@@ -108,7 +108,7 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
     require_tensors(model, names)
     sites = find_sites(model, names, config.include)
     dtype = _stored_dtype(source, sites, config.dtype)
-    trunk = Trunk(trunk_of(model, spec)[1], blocks_of(model, spec))
+    trunk = Trunk(trunk_of(model)[1], blocks_of(model, spec))
     reading = reads(trunk.module, model)
     ranges = group_blocks(sites, [block.stage for block in trunk.blocks], config.group_size, config.groups)
     groups = plan_groups(sites, ranges, config, dtype.itemsize)

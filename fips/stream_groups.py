@@ -16,7 +16,7 @@ from fips.models.trace import BlockView
 from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport, GroupReport
-from fips.stages.calibration import Calibration
+from fips.stages.calibration import Calibration, ImageCalibration
 from fips.stages.candidates import alternations
 from fips.stages.factorize import factorize
 from fips.stages.grouping import Group
@@ -44,7 +44,7 @@ class Run:
     progress: Progress
 
 
-def compress_groups(run: Run, calibration: Calibration, writer: CheckpointWriter) -> None:
+def compress_groups(run: Run, calibration: Calibration | ImageCalibration, writer: CheckpointWriter) -> None:
     """Streams the calibration data through the model, one group of real blocks at a time."""
     plan, config = run.plan, run.config
     batches = calibration.batches(max(config.batch_tokens // calibration.tokens_each, 1))

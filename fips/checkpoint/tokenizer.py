@@ -1,4 +1,4 @@
-"""The tokenizer and the transformers config that lie beside the weights."""
+"""The tokenizer or image processor, and the transformers config, that lie beside the weights."""
 
 from pathlib import Path
 from typing import Any
@@ -30,3 +30,26 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizer files of many kinds, and as many errors
         raise SourceError(f"{folder}: no usable tokenizer beside the weights: {error}") from error
+
+
+def load_image_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The image processor of a checkpoint folder, always on Pillow: resizing differs from one backend to the other.
+
+    Raises:
+        SourceError: If Pillow is missing or there is no processor that works.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise SourceError(f"{folder}: its image processor needs the extra: pip install 'fips[vision]'.") from error
+    try:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
+    except Exception as error:  # processor files of many kinds, and as many errors
+        raise SourceError(f"{folder}: no usable image processor beside the weights: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    # transformers lists every model type it knows behind this.
+    return str(error).partition(" Should have a")[0]

@@ -48,15 +48,18 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
 @_setting("groups", "Explicit groups of blocks, such as 0-1,2-5,6-9, instead of equal ones.", type=str)
 @click.option("--include", multiple=True, help="Compress only matrices whose name matches this glob; repeatable.")
 @_setting("calibration", "Text (.txt; .jsonl with `text` or `messages`), Hub data set id, or `self`: the model "
-          "samples its own. Without it: a Hub text when online, else self.", type=str)  # fmt: skip
+          "samples its own. Without it: a Hub text when online, else self. For an image model: a folder of images, a "
+          ".parquet or .arrow file, or a Hub data set id.", type=str)  # fmt: skip
 @_setting("calibration_tokens", "Tokens of calibration text.", type=int)
+@_setting("calibration_images", "Calibration images, of every class equally many where they are labelled.", type=int)
+@click.option("--augment", is_flag=True, default=None, help="Flip and crop calibration images at random.")
 @_setting("sequence_length", "Tokens per calibration sequence, capped by the model's maximum.", type=int)
 @_setting("solver", "moments: second-order solves on the activations' second moments; gradient: the paper's AdamW.",
           type=click.Choice(SOLVERS))  # fmt: skip
 @_setting("rounds", "Moments solver: alternations at most.", type=int)
 @_setting("polish", "Moments solver: gradient steps per group after the solve, kept where held-out error falls.",
           type=int)  # fmt: skip
-@_setting("objective", "What is reconstructed: the MLP's output, or every linear's (Eq. 1).",
+@_setting("objective", "What is reconstructed: the output of the MLP, of the whole block, or of every linear (Eq. 1).",
           type=click.Choice(OBJECTIVES))  # fmt: skip
 @_setting("inputs", "Calibration activations: of the dense model, or of the compressed prefix.",
           type=click.Choice(INPUTS))  # fmt: skip

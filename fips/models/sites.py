@@ -68,7 +68,7 @@ def architecture(model: Any) -> tuple[ArchSpec, str]:
         blocks = blocks_of(model, spec)
         if blocks and all(_has(blocks[0].module, name) for name in (*spec.up, *spec.down)):
             return spec, "table"
-    return discover(model.base_model), "structure"
+    return discover(trunk_of(model)[1]), "structure"
 
 
 def _has(block: nn.Module, name: str) -> bool:
@@ -102,10 +102,11 @@ class Block:
         return self.path.rpartition(".")[2]
 
 
-def trunk_of(model: Any, spec: ArchSpec) -> tuple[str, Any]:
+def trunk_of(model: Any) -> tuple[str, Any]:
     """The module that turns inputs into the hidden states of all blocks, with its path inside the model."""
-    if spec.trunk:
-        return spec.trunk, model.get_submodule(spec.trunk)
+    rows = ARCHITECTURES.get(model.config.model_type, ())
+    if rows and rows[0].trunk and _has(model, rows[0].trunk):
+        return rows[0].trunk, model.get_submodule(rows[0].trunk)
     trunk = model.base_model
     return next(path for path, module in model.named_modules() if module is trunk), trunk
 
@@ -113,7 +114,7 @@ def trunk_of(model: Any, spec: ArchSpec) -> tuple[str, Any]:
 def blocks_of(model: nn.Module, spec: ArchSpec) -> list[Block]:
     """The model's blocks in the order in which they run; none where the model has no such lists."""
     try:
-        prefix, trunk = trunk_of(model, spec)
+        prefix, trunk = trunk_of(model)
         lists = _expand(trunk, "", spec.blocks.split("."))
     except AttributeError:
         return []

@@ -1,4 +1,4 @@
-"""Calibration tokens: from a text, or sampled by the model itself."""
+"""Calibration data: tokens of a text or sampled by the model itself, or images."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fips.data.pixels import ImageReader, augment, pixel_values
 from fips.data.texts import Text
 from fips.data.windows import WRAPPED, token_windows, wrapped_windows
 from fips.errors import CalibrationError
@@ -55,6 +56,49 @@ class Calibration:
             "windows": windows,
             "length": length,
             "bos": self.bos,
+        }
+
+
+@dataclass(frozen=True)
+class ImageCalibration:
+    """Calibration images, decoded batch by batch whenever they are needed, and their provenance.
+
+    Attributes:
+        origin: Folder, file or data set id.
+        sha256: Hash of the images.
+        reader: Decodes the chosen ones.
+        count: How many were chosen.
+        processor: The model's image processor.
+        tokens_each: Patches per image, roughly; batches are sized by them.
+        augmented: Seed of the augmentation; None without one.
+    """
+
+    origin: str
+    sha256: str
+    reader: ImageReader
+    count: int
+    processor: Any
+    tokens_each: int
+    augmented: int | None
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Pixel values, (images, channels, height, width), `size` images at a time."""
+        generator = None if self.augmented is None else torch.Generator().manual_seed(self.augmented)
+        for batch in self.reader.batches(size):
+            images = batch.images
+            if generator is not None:
+                images = [augment(image, generator) for image in images]
+            yield pixel_values(images, self.processor)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the report records."""
+        return {
+            "origin": self.origin,
+            "sha256": self.sha256,
+            "images": self.count - len(self.reader.skipped),
+            "skipped": list(self.reader.skipped),
+            "augmented": self.augmented is not None,
+            "processor": type(self.processor).__name__,
         }
 
 
