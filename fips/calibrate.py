@@ -29,8 +29,8 @@ def check_calibration(plan: Plan, config: CompressionConfig) -> None:
     if plan.reads == IMAGE_MODEL:
         check_pillow()
         if named is None or named == "self" or named.endswith((".txt", ".jsonl")):
-            raise CalibrationError(f"{plan.source.name} is an image model; name a folder of images, a .parquet or .arrow "
-                                   "file, or a Hub data set with --calibration.")  # fmt: skip
+            raise CalibrationError(f"{plan.source.name} is an image model; name a folder of images, a .parquet or "
+                                   ".arrow file, or a Hub data set with --calibration.")  # fmt: skip
     elif named is not None and looks_like_images(named):
         raise CalibrationError(f"{named}: {plan.source.name} is a {plan.reads}; name a .txt or .jsonl file.")
     elif named is not None and looks_like_file(named):
@@ -70,7 +70,7 @@ def patches(config: Any) -> int:
     size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
     height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
     rows, columns = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
-    return max((height // rows) * (width // columns), 1)
+    return max(int(height) // int(rows) * (int(width) // int(columns)), 1)
 
 
 def calibration_tokens(
@@ -124,8 +124,8 @@ def _calibration_text(
         return text
     except CalibrationError as error:
         if plan.reads != LANGUAGE_MODEL:
-            raise CalibrationError(f"no calibration was named, and {DEFAULT_DATASET} is not available here; name a text "
-                                   "with --calibration.") from error  # fmt: skip
+            raise CalibrationError(f"no calibration was named, and {DEFAULT_DATASET} is not available here; name a "
+                                   "text with --calibration.") from error  # fmt: skip
         report.notes.append("calibrated on text sampled from the model itself: none was named, and "
                             f"{DEFAULT_DATASET} is not available here.")  # fmt: skip
         return None

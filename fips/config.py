@@ -62,8 +62,8 @@ class CompressionConfig:
         group_size: Consecutive blocks that share one basis U.
         groups: Explicit groups as (first, last) block numbers, instead of `group_size`.
         include: Globs over matrix names; only matching MLP matrices are compressed.
-        calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self"). For
-            an image model: a folder of images, a .parquet or .arrow file, or a Hub data set id.
+        calibration: Text file (.txt, .jsonl), Hub data set id, "self", or None (a Hub text when online, else "self").
+            For an image model: a folder of images, a .parquet or .arrow file, or a Hub data set id.
         calibration_tokens: Tokens of calibration text.
         calibration_images: Images, of every class equally many where they are labelled.
         augment: Whether calibration images are flipped and cropped at random.
@@ -168,7 +168,8 @@ class CompressionConfig:
         _require(0 < self.learning_rate < 10, "learning_rate", self.learning_rate, "a positive number below 10")
         _require(0 <= self.weight_decay < 10, "weight_decay", self.weight_decay, "0 or more, below 10")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 or more")
-        for name in ("group_size", "calibration_tokens", "calibration_images", "batch_tokens", "mask_interval", "max_shard_size", "rounds"):
+        for name in ("group_size", "calibration_tokens", "calibration_images", "batch_tokens", "mask_interval",
+                     "max_shard_size", "rounds"):  # fmt: skip
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "2 or more")
         wanted = f"at least one sequence ({self.sequence_length})"

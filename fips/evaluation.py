@@ -1,27 +1,37 @@
-"""evaluate(): perplexity and sizes of a checkpoint, beside the dense model under the same protocol."""
+"""evaluate(): what a checkpoint gives, and its sizes, beside the dense model under the same protocol."""
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from fips.calibrate import patches
 from fips.checkpoint.format import QUANT_METHOD
 from fips.checkpoint.load import load
 from fips.checkpoint.source import locate, read_config
-from fips.checkpoint.tokenizer import load_config, load_tokenizer
+from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
+from fips.data.images import looks_like_images, open_images, sample
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
-from fips.data.windows import capped_length
-from fips.errors import FipsError, SourceError
+from fips.data.windows import capped_length, encoder_length
+from fips.errors import ConfigError, FipsError, SourceError
 from fips.inspection import sizes_of
+from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
 from fips.metrics.perplexity import Perplexity, perplexity
+from fips.metrics.similarity import Embeddings, TextTest, image_features, text_features
+from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads
+from fips.models.sites import trunk_of
 from fips.plan import resolve_device
 from fips.progress import Progress
 from fips.report import Sizes, format_table
+
+Score = Perplexity | Accuracy | Embeddings
+_BATCH_PATCHES = 8192  # patches or tokens per pass; with more of them passes are no faster
+_BATCH_ITEMS = 64
 
 
 @dataclass(frozen=True)
@@ -30,22 +40,29 @@ class Measured:
 
     Attributes:
         model: Its path or Hub id.
-        perplexity: Perplexity and protocol.
+        score: What it gives: perplexity of a language model, accuracy of an image classifier, pooled features of
+            other models; each with its protocol.
         sizes: The three sizes.
     """
 
     model: str
-    perplexity: Perplexity
+    score: Score
     sizes: Sizes
+
+    @property
+    def perplexity(self) -> Perplexity:
+        """The score of a language model.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        if not isinstance(self.score, Perplexity):
+            raise ValueError(f"{self.model} is not a language model")
+        return self.score
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return {
-            "model": self.model,
-            "perplexity": self.perplexity.value,
-            "protocol": self.perplexity.protocol.to_dict(),
-            "sizes": self.sizes.to_dict(),
-        }
+        return {"model": self.model, **self.score.to_dict(), "sizes": self.sizes.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -63,25 +80,24 @@ class Evaluation:
     @property
     def ratio(self) -> float | None:
         """Perplexity divided by the baseline's."""
-        return self.measured.perplexity.value / self.baseline.perplexity.value if self.baseline else None
+        return self.compared().get("ratio")
+
+    def compared(self) -> dict[str, Any]:
+        """What is said of both together: ratio of perplexities, agreement of classes, or cosine of features."""
+        score: Any = self.measured.score
+        found: dict[str, Any] = score.compared(self.baseline.score if self.baseline else None)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object: the model's values, `baseline` with the same keys, and `ratio`."""
+        """One JSON object: the model's values, `baseline` with the same keys, and what is said of both."""
         baseline = self.baseline.to_dict() if self.baseline else None
-        return {**self.measured.to_dict(), "baseline": baseline, "ratio": self.ratio}
+        return {**self.measured.to_dict(), "baseline": baseline, **self.compared()}
 
     def table(self) -> str:
         """The evaluation for a terminal."""
-        ours, dense = self.measured, self.baseline
-        rows = ours.sizes.rows()
-        ratio = f"{self.ratio:.3f}" if self.ratio is not None else ""
-        rows.append(["perplexity", f"{ours.perplexity.value:.3f}",
-                     f"{dense.perplexity.value:.3f}" if dense else "not measured", ratio])  # fmt: skip
-        protocol = ours.perplexity.protocol
-        return format_table(["", "model", "dense", "ratio"], rows) + (
-            f"\n\nprotocol: {protocol.text}, {protocol.windows} windows of {protocol.length} tokens, BOS "
-            f"{protocol.bos}, {protocol.dtype} on {protocol.device}, text sha256 {protocol.text_sha256[:12]}"
-        )
+        score: Any = self.measured.score
+        rows = self.measured.sizes.rows() + score.rows(self.baseline.score if self.baseline else None)
+        return format_table(["", "model", "dense", "ratio"], rows) + f"\n\nprotocol: {score.protocol.line()}"
 
 
 def evaluate(
@@ -92,49 +108,106 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Perplexity of a compressed or dense checkpoint on a text, and of its dense baseline.
+    """What a compressed or dense checkpoint gives, and its dense baseline under the same protocol.
+
+    Of a language model that is the perplexity on a text; of an image classifier top-1, top-5 and the agreement with the
+    baseline on images; of any other model the cosine of its pooled features to the baseline's.
 
     Args:
         model: Folder or Hub id, compressed or dense.
         baseline: Dense checkpoint measured under the same protocol.
-        config: Text and protocol; the papers' WikiText-2 test set by default.
+        config: Text or images, and protocol; the papers' WikiText-2 test set by default.
         trust_remote_code: Whether Python code in the checkpoints may run.
         progress: Where progress goes.
 
     Raises:
-        FipsError: If an input is unusable, or a logit is not finite.
+        FipsError: If an input is unusable, or what a model gives is not finite.
     """
     config, progress = config or EvaluationConfig(dataset=DEFAULT_DATASET), progress or Progress(-1)
     device = resolve_device(config.device)
     folders = [locate(str(m)) for m in (model, baseline) if m is not None]
-    tokenizer = load_tokenizer(folders[0], trust_remote_code=trust_remote_code)
-    if config.text is not None:
-        text = read_text(Path(config.text), tokenizer)
-    else:
-        text = read_dataset(str(config.dataset), "test")
-    sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     configs = [load_config(folder, trust_remote_code=trust_remote_code) for folder in folders]
-    # One protocol: both models are measured on windows that fit the shorter.
-    config = replace(config, length=min(capped_length(config.length, c) for c in configs))
+    test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+    sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     results: list[Measured] = []
     for name, folder, size in zip((model, baseline), folders, sizes, strict=False):
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
-            config = replace(config, dtype=results[0].perplexity.protocol.dtype)
+            config = replace(config, dtype=results[0].score.protocol.dtype)
         progress.note(f"loading {name}")
         loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)
-        value = _measure(loaded, tokenizer, text, config, progress)
+        value = _measure(loaded, test, progress)
         del loaded
         gc.collect()
         results.append(Measured(str(name), value, size))
     return Evaluation(results[0], results[1] if len(results) > 1 else None)
 
 
-def _measure(model: Any, tokenizer: Any, text: Text, config: EvaluationConfig, progress: Progress) -> Perplexity:
-    progress.start_group("perplexity", 0)
+Test = Callable[[Any, Callable[[int], object]], Score]
+
+
+def _measure(model: Any, test: Test, progress: Progress) -> Score:
+    progress.start_group("evaluation", 0)
     try:
-        return perplexity(model, tokenizer, text, config.length, config.bos, advance=progress.step)
+        return test(model, lambda done: progress.step(done))
     finally:
         progress.close()
+
+
+def _wants_images(config: EvaluationConfig, model: Any) -> bool:
+    """Whether the evaluation is one on images."""
+    if config.text is not None:
+        return False
+    return config.images is not None or getattr(model_class(model), "main_input_name", None) == "pixel_values"
+
+
+def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
+    """Opens the images; the test then runs a model on them."""
+    name = str(config.images or config.dataset)
+    images = open_images(name, "test")
+    count = len(images) if config.limit is None else config.limit
+    chosen = sample(images, count, torch.Generator().manual_seed(0))  # of every class equally many
+    vision = getattr(configs[0], "vision_config", configs[0])
+    batch = min(max(_BATCH_PATCHES // patches(vision), 1), _BATCH_ITEMS)
+    processor = load_image_processor(folder, trust_remote_code=trust)
+    test = ImageTest(images, chosen, processor, int(getattr(vision, "num_channels", 3)), batch)
+
+    def run(model: Any, advance: Callable[[int], object]) -> Score:
+        if reads(trunk_of(model)[1], model) != IMAGE_MODEL:
+            raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
+        classifier = "ForImageClassification" in type(model).__name__
+        return accuracy(model, test, advance) if classifier else image_features(model, test, advance)
+
+    return run
+
+
+def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
+    """Reads the text; the test then runs a model on it."""
+    if config.text is not None and looks_like_images(config.text):
+        raise ConfigError(f"{config.text} holds images; name it with --images.")
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+    if config.text is not None:
+        text = read_text(Path(config.text), tokenizer)
+    else:
+        text = read_dataset(str(config.dataset), "test")
+    # One protocol: both models are measured on windows that fit the shorter.
+    length = min(capped_length(config.length, c) for c in configs)
+
+    def run(model: Any, advance: Callable[[int], object]) -> Score:
+        kind = reads(trunk_of(model)[1], model)
+        if kind == IMAGE_MODEL:
+            raise ConfigError(f"{folder} is an image model; evaluate it on images (--images).")
+        if kind == LANGUAGE_MODEL:
+            return perplexity(model, tokenizer, text, length, config.bos, advance=advance)
+        return text_features(model, _texts(config, folder, text, tokenizer, length, model), advance)
+
+    return run
+
+
+def _texts(config: EvaluationConfig, folder: Path, text: Text, tokenizer: Any, length: int, model: Any) -> TextTest:
+    """The paragraphs of a text."""
+    paragraphs = [p.strip() for p in text.content.split("\n\n") if p.strip()][: config.limit]
+    return TextTest(paragraphs, text.origin, text.sha256, tokenizer, encoder_length(length, model.config, tokenizer),
+                    pooling_rule(folder), _BATCH_ITEMS // 4)  # fmt: skip
 
 
 def _load(folder: Path, config: EvaluationConfig, *, trust_remote_code: bool) -> Any:
@@ -146,7 +219,8 @@ def _load(folder: Path, config: EvaluationConfig, *, trust_remote_code: bool) ->
     try:
         if description.get("quant_method") == QUANT_METHOD:
             return load(folder, config.runtime, **options)
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        stated = load_config(folder, trust_remote_code=trust_remote_code)
+        return model_class(stated, trust_remote_code=trust_remote_code).from_pretrained(folder, **options)
     except FipsError:
         raise
     except Exception as error:  # loading runs code of many models and raises anything

@@ -1,5 +1,6 @@
 """The tokenizer or image processor, and the transformers config, that lie beside the weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizer files of many kinds, and as many errors
         raise SourceError(f"{folder}: no usable tokenizer beside the weights: {error}") from error
+
+
+def pooling_rule(folder: Path) -> str:
+    """How a text encoder's hidden states become one vector: as its sentence-transformers files say, else their mean."""
+    path = folder / "1_Pooling" / "config.json"
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "mean"
+    if stated.get("pooling_mode_cls_token"):
+        return "first token"
+    return "last token" if stated.get("pooling_mode_lasttoken") else "mean"
 
 
 def load_image_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -13,6 +13,10 @@ from fips.config import BOS_RULES, RUNTIMES, EvaluationConfig
 @click.option("--baseline", help="Dense checkpoint, measured under the same protocol.")
 @click.option("--text", type=click.Path(path_type=str), help="Text file (.txt or .jsonl).")
 @click.option("--dataset", help="Hub data set, owner/name or owner/name:config; test split.")
+@click.option("--images", type=click.Path(path_type=str),
+              help="For an image model: a folder with a subfolder per class, a .parquet or .arrow file, or a Hub data "
+                   "set id.")  # fmt: skip
+@click.option("--limit", type=int, help="Images, or texts of a text encoder, at most.")
 @click.option("--length", type=int, default=2048, show_default=True, help="Tokens per window, capped by the model.")
 @click.option("--bos", type=click.Choice(BOS_RULES), default="auto", show_default=True,
               help="BOS in every window, before the text, or not; auto asks the tokenizer.")  # fmt: skip
@@ -21,7 +25,11 @@ from fips.config import BOS_RULES, RUNTIMES, EvaluationConfig
 @model_options
 @output_options
 def command(model: str, baseline: str | None, **options: Any) -> None:
-    """Perplexity of MODEL (compressed or dense) on a text, with its sizes and its protocol."""
+    """What MODEL (compressed or dense) gives, with its sizes and its protocol.
+
+    Of a language model: perplexity on a text. Of an image classifier: top-1 and top-5 on images, and how often it
+    agrees with the baseline. Of other models: the cosine of their pooled features to the baseline's.
+    """
     trust = options.pop("trust_remote_code")
     shown = {name: options.pop(name) for name in ("as_json", "quiet", "verbose")}
     config = EvaluationConfig(**options)

@@ -13,7 +13,7 @@ from fips.errors import FipsError
 
 _COMMANDS = {
     "compress": "Compress a checkpoint and write one that loads with from_pretrained.",
-    "evaluate": "Perplexity and sizes of a checkpoint, beside its dense baseline.",
+    "evaluate": "Perplexity or accuracy, and sizes, of a checkpoint, beside its dense baseline.",
     "inspect": "What a compressed checkpoint holds, or what would be compressed in a dense one.",
 }
 
@@ -38,7 +38,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="fips")
 def cli() -> None:
-    """Compresses Hugging Face language models after training (FiPS: shared bases, sparse projections)."""
+    """Compresses Hugging Face transformer checkpoints after training (FiPS: shared bases, sparse projections)."""
 
 
 def main() -> None:

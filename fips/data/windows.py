@@ -8,7 +8,6 @@ from torch import Tensor
 from fips.config import BOS_RULES
 from fips.errors import CalibrationError, ConfigError
 
-
 # Rule of text encoders: every window begins and ends as the tokenizer makes a text begin and end.
 WRAPPED = "wrapped"
 
@@ -40,7 +39,7 @@ def capped_length(requested: int, config: Any) -> int:
 
 def encoder_length(requested: int, config: Any, tokenizer: Any) -> int:
     """The requested tokens per text, capped by the model's and by the tokenizer's maximum."""
-    return min(capped_length(requested, config), tokenizer.model_max_length)
+    return min(capped_length(requested, config), int(tokenizer.model_max_length))
 
 
 def wrapped_windows(text: str, tokenizer: Any, length: int, _bos: str = WRAPPED) -> Tensor:

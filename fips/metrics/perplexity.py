@@ -45,6 +45,11 @@ class Protocol:
         """As JSON values, with the fixed parts of the protocol spelled out."""
         return {**asdict(self), "method": "non-overlapping windows, token-weighted mean NLL, float32 log-softmax"}
 
+    def line(self) -> str:
+        """The protocol for a terminal."""
+        return (f"{self.text}, {self.windows} windows of {self.length} tokens, BOS {self.bos}, {self.dtype} on "
+                f"{self.device}, text sha256 {self.text_sha256[:12]}")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -57,6 +62,20 @@ class Perplexity:
 
     value: float
     protocol: Protocol
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"perplexity": self.value, "protocol": self.protocol.to_dict()}
+
+    def compared(self, baseline: "Perplexity | None") -> dict[str, Any]:
+        """What is said of two models together."""
+        return {"ratio": None if baseline is None else self.value / baseline.value}
+
+    def rows(self, baseline: "Perplexity | None") -> list[list[str]]:
+        """Rows of the evaluation's table."""
+        dense = "not measured" if baseline is None else f"{baseline.value:.3f}"
+        ratio = "" if baseline is None else f"{self.value / baseline.value:.3f}"
+        return [["perplexity", f"{self.value:.3f}", dense, ratio]]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ any block can be called alone with its own recorded arguments and real hidden st
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,8 @@ class Trunk:
         given: dict[str, Any] = {self.module.main_input_name: inputs}
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             given["use_cache"] = False
-        try:
+        with suppress(_Finished):
             self.module(**given)
-        except _Finished:
-            pass
 
     @contextmanager
     def replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:

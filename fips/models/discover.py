@@ -44,7 +44,7 @@ def discover(trunk: nn.Module) -> ArchSpec:
         ArchitectureError: If there is no such list.
     """
     inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(trunk.config, n, None), int)), None)
-    lists = {path: module for path, module in trunk.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    lists = {p: m for p, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     found: dict[str, tuple[int, ArchSpec]] = {}
     for path, module in lists.items():
         matrices = _matrices(module[0], inner)

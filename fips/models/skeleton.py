@@ -121,9 +121,15 @@ def _persistent(model: nn.Module) -> Iterator[str]:
 class _Own(nn.Module):
     """Stands for a module's own tensors, without those of its children."""
 
-    def __init__(self, of: nn.Module) -> None:
+    def __init__(self, whole: nn.Module) -> None:
         super().__init__()
-        self.__dict__["of"] = of
+        self.__dict__["_whole"] = whole
+
+    @property
+    def whole(self) -> nn.Module:
+        """The module with its children."""
+        found: nn.Module = self.__dict__["_whole"]
+        return found
 
 
 def outside(module: nn.Module, path: str, blocks: Iterable[str]) -> list[tuple[str, nn.Module]]:
@@ -176,7 +182,7 @@ def _materialize_(
     device: str,
     held: list[tuple[nn.Module, str, nn.Parameter]],
 ) -> None:
-    for owner_path, owner in [("", module.of)] if isinstance(module, _Own) else module.named_modules():
+    for owner_path, owner in [("", module.whole)] if isinstance(module, _Own) else module.named_modules():
         base = ".".join(part for part in (path, owner_path) if part)
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.device.type != "meta":

@@ -44,7 +44,8 @@ class Calibration:
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """Token ids, `size` windows at a time."""
-        yield from self.tokens.split(size)
+        parts: tuple[Tensor, ...] = torch.split(self.tokens, size)
+        yield from parts
 
     def to_dict(self) -> dict[str, Any]:
         """What the report records."""

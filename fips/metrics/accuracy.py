@@ -1,0 +1,186 @@
+"""Top-1 and top-5 accuracy of an image classifier, with the protocol that makes them comparable."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fips.data.images import ImageSet
+from fips.data.labels import class_indices
+from fips.data.pixels import ImageReader, pixel_values
+from fips.errors import NumericalError
+
+_TOP = 5
+
+
+@dataclass(frozen=True)
+class ImageProtocol:
+    """Every setting a result on images depends on.
+
+    Attributes:
+        images: Origin of the images.
+        images_sha256: Their hash.
+        count: Images that were scored.
+        skipped: Names of broken images that were left out.
+        labels: How labels were matched to classes; None without labels.
+        processor: The image processor; it is the checkpoint's own.
+        dtype: dtype of the model.
+        device: Where it ran.
+        torch: Version.
+        transformers: Version.
+    """
+
+    images: str
+    images_sha256: str
+    count: int
+    skipped: tuple[str, ...]
+    labels: str | None
+    processor: str
+    dtype: str
+    device: str
+    torch: str
+    transformers: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "skipped": list(self.skipped)}
+
+    def line(self) -> str:
+        """The protocol for a terminal."""
+        labels = "no labels" if self.labels is None else f"labels matched {self.labels}"
+        skipped = f", {len(self.skipped)} broken ones left out" if self.skipped else ""
+        return (f"{self.images}, {self.count:,} images{skipped}, {labels}, {self.processor}, {self.dtype} on "
+                f"{self.device}, images sha256 {self.images_sha256[:12]}")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What a classifier says of every image.
+
+    Attributes:
+        ranked: The most likely classes of every image, (images, at most 5).
+        truth: Class of every image; None without labels.
+        protocol: How it was measured.
+    """
+
+    ranked: Tensor
+    truth: Tensor | None
+    protocol: ImageProtocol
+
+    @property
+    def top1(self) -> float | None:
+        """Share of images whose class is the most likely one; None without labels."""
+        return None if self.truth is None else float((self.ranked[:, 0] == self.truth).double().mean())
+
+    @property
+    def top5(self) -> float | None:
+        """Share of images whose class is among the five most likely ones; None without labels."""
+        return None if self.truth is None else float((self.ranked == self.truth[:, None]).any(1).double().mean())
+
+    def agreement(self, other: "Accuracy") -> float:
+        """Share of images to which both models give the same most likely class."""
+        return float((self.ranked[:, 0] == other.ranked[:, 0]).double().mean())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"top1": self.top1, "top5": self.top5, "images": len(self.ranked), "protocol": self.protocol.to_dict()}
+
+    def compared(self, baseline: "Accuracy | None") -> dict[str, Any]:
+        """What is said of two models together."""
+        return {"agreement": None if baseline is None else self.agreement(baseline)}
+
+    def rows(self, baseline: "Accuracy | None") -> list[list[str]]:
+        """Rows of the evaluation's table."""
+        rows = []
+        for name in ("top1", "top5"):
+            ours, dense = getattr(self, name), getattr(baseline, name, None)
+            if ours is not None:
+                points = "" if dense is None else f"{100 * (ours - dense):+.2f} points"
+                rows.append([f"{name[:3]}-{name[3:]}", f"{100 * ours:.2f} %", _percent(dense), points])
+        if baseline is not None:
+            rows.append(["agreement", f"{100 * self.agreement(baseline):.2f} %", "", ""])
+        return rows
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:.2f} %"
+
+
+@dataclass(frozen=True)
+class ImageTest:
+    """Images to measure on.
+
+    Attributes:
+        images: The set.
+        chosen: Indices into it.
+        processor: Image processor of the model.
+        channels: Channels the model takes.
+        batch: Images per pass.
+    """
+
+    images: ImageSet
+    chosen: Sequence[int]
+    processor: Any
+    channels: int
+    batch: int
+
+    def run(
+        self, model: Any, score: Callable[[Tensor], Tensor], advance: Callable[[int], object]
+    ) -> tuple[Tensor, list[int], tuple[str, ...]]:
+        """Runs a function of pixel values over all images.
+
+        Returns:
+            Its results, (images, ·); the indices they belong to; the names of broken images.
+
+        Raises:
+            NumericalError: If a result is not finite, naming the image.
+        """
+        device = next(model.parameters()).device
+        reader = ImageReader(self.images, self.chosen, self.channels)
+        results, kept = [], []
+        for batch in reader.batches(self.batch):
+            pixels = pixel_values(batch.images, self.processor).to(device, model.dtype)
+            found = score(pixels)
+            if not torch.isfinite(found).all():
+                bad = int((~torch.isfinite(found)).any(1).nonzero()[0])
+                raise NumericalError(f"{self.images.name(batch.kept[bad])}: the model gives NaN or infinity.")
+            results.append(found.float().cpu())
+            kept += batch.kept
+            advance(len(batch.kept))
+        return torch.cat(results), kept, tuple(reader.skipped)
+
+    def protocol(self, model: Any, count: int, skipped: tuple[str, ...], labels: str | None) -> ImageProtocol:
+        """The protocol of a result of `run`."""
+        import transformers
+
+        return ImageProtocol(
+            images=self.images.origin, images_sha256=self.images.sha256, count=count, skipped=skipped, labels=labels,
+            processor=type(self.processor).__name__, dtype=str(model.dtype).removeprefix("torch."),
+            device=next(model.parameters()).device.type, torch=torch.__version__,
+            transformers=transformers.__version__,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def accuracy(model: Any, test: ImageTest, advance: Callable[[int], object] = lambda _: None) -> Accuracy:
+    """Top-1 and top-5 of an image classifier with its own image processor and class names.
+
+    Args:
+        model: The classifier.
+        test: Images; without labels only the agreement of two models can be said.
+        advance: Called after every batch with its number of images.
+
+    Raises:
+        CalibrationError: If labels are not among the model's classes, or too many images are broken.
+        NumericalError: If a logit is not finite.
+    """
+    truth, how = None, None
+    if test.images.labels is not None:  # before anything runs
+        indices, how = class_indices([test.images.labels[i] for i in test.chosen], model.config.id2label)
+        truth = dict(zip(test.chosen, indices, strict=True))
+    logits, kept, skipped = test.run(model, lambda pixels: model(pixel_values=pixels).logits, advance)
+    ranked = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
+    classes = None if truth is None else torch.tensor([truth[i] for i in kept])
+    return Accuracy(ranked, classes, test.protocol(model, len(kept), skipped, how))
