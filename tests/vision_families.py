@@ -18,6 +18,7 @@ SIDE = 24  # of the images that image models take
 _NAMES = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
 _WIDTHS = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 _IMAGE = {**_WIDTHS, "image_size": SIDE, "patch_size": 6}
+_BOTH = ("CLIPModel", "SiglipModel")  # towers for texts and for images
 _TEXT = {**_WIDTHS, "vocab_size": 96, "max_position_embeddings": 64}
 _DINO = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": SIDE, "patch_size": 6,
          "mlp_ratio": 3}  # fmt: skip
@@ -57,7 +58,7 @@ class Kind:
     @property
     def reads_text(self) -> bool:
         """Whether it is a text encoder."""
-        return self.name.startswith(("Bert", "Roberta"))
+        return getattr(transformers, self.name).main_input_name == "input_ids" and self.name not in _BOTH
 
 
 def _kinds() -> dict[str, Kind]:
@@ -93,7 +94,60 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
 
 
+def _unlisted() -> dict[str, Kind]:
+    pyramid = {"image_size": 32, "depths": [2, 2, 2, 2], "hidden_sizes": [8, 16, 24, 32]}
+    attended = {**pyramid, "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [4, 4, 3, 3]}
+    four = (16, (1, 3, 5, 7))
+    mae = lambda: hf.vit_mae.ViTMAEConfig(**_IMAGE)  # noqa: E731
+    return {
+        "swinv2": Kind("Swinv2ForImageClassification", lambda: hf.swinv2.Swinv2Config(**_SWIN), None, 12, (1, 3, 5)),
+        "donut": Kind("DonutSwinModel", lambda: hf.donut.DonutSwinConfig(**_SWIN), None, 12, (1, 3, 5)),
+        "pvt": Kind("PvtForImageClassification",
+                    lambda: hf.pvt.PvtConfig(**attended, sequence_reduction_ratios=[4, 2, 2, 1]), None, *four),
+        "convnext": Kind("ConvNextForImageClassification", lambda: hf.convnext.ConvNextConfig(**pyramid), None, *four),
+        "vit mae": Kind("ViTMAEModel", mae),
+        "data2vec": Kind("Data2VecVisionForImageClassification",
+                         lambda: hf.data2vec.Data2VecVisionConfig(**_IMAGE, use_relative_position_bias=True)),
+        "ijepa": Kind("IJepaForImageClassification", lambda: hf.ijepa.IJepaConfig(**_IMAGE)),
+        "dinov2 registers": Kind("Dinov2WithRegistersModel",
+                                 lambda: hf.dinov2_with_registers.Dinov2WithRegistersConfig(**_DINO)),
+        "dinov3": Kind("DINOv3ViTModel", lambda: hf.dinov3_vit.DINOv3ViTConfig(**_IMAGE)),
+        "distilbert": Kind("DistilBertForMaskedLM", lambda: hf.distilbert.DistilBertConfig(
+            dim=32, hidden_dim=80, n_layers=3, n_heads=4, vocab_size=96, max_position_embeddings=64)),
+        "electra": Kind("ElectraModel", lambda: hf.electra.ElectraConfig(**_TEXT, embedding_size=16)),
+        "mpnet": Kind("MPNetModel", lambda: hf.mpnet.MPNetConfig(**_TEXT)),
+        "modernbert": Kind("ModernBertModel", lambda: hf.modernbert.ModernBertConfig(**_TEXT, pad_token_id=0)),
+        "deberta": Kind("DebertaV2Model", lambda: hf.deberta_v2.DebertaV2Config(
+            **_TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16, share_att_key=True,
+            norm_rel_ebd="layer_norm", position_biased_input=False)),
+        "xlnet": Kind("XLNetModel", lambda: hf.xlnet.XLNetConfig(vocab_size=96, d_model=32, n_layer=3, n_head=4,
+                                                                 d_inner=80)),
+    }  # fmt: skip
+
+
+def _refused() -> dict[str, Kind]:
+    masked = {"depths": [1, 1, 1], "num_attention_heads": [2, 2, 4], "key_dim": [4, 4, 4]}
+    return {
+        "levit": Kind("LevitModel", lambda: hf.levit.LevitConfig(
+            image_size=64, hidden_sizes=[16, 24, 32], mlp_ratio=[2, 2, 2], attention_ratio=[2, 2, 2], **masked)),
+        "mobilebert": Kind("MobileBertModel", lambda: hf.mobilebert.MobileBertConfig(
+            **_TEXT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16)),
+        "funnel": Kind("FunnelModel", lambda: hf.funnel.FunnelConfig(
+            vocab_size=96, block_sizes=[1, 1, 1], d_model=32, n_head=4, d_head=8, d_inner=80)),
+        "t5": Kind("T5ForConditionalGeneration", lambda: hf.t5.T5Config(
+            vocab_size=96, d_model=32, d_ff=80, num_layers=2, num_heads=4)),
+        "albert": Kind("AlbertModel", lambda: hf.albert.AlbertConfig(**_TEXT, embedding_size=16)),
+        "squeezebert": Kind("SqueezeBertModel", lambda: hf.squeezebert.SqueezeBertConfig(**_TEXT, embedding_size=32)),
+        "videomae": Kind("VideoMAEModel", lambda: hf.videomae.VideoMAEConfig(**_IMAGE, num_frames=2)),
+        "mobilevit": Kind("MobileViTModel", lambda: hf.mobilevit.MobileViTConfig(
+            image_size=64, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32])),
+    }  # fmt: skip
+
+
 KINDS = _kinds()
+UNLISTED = _unlisted()  # found by structure
+REFUSED = _refused()  # of another structure
+EVERY = {**KINDS, **UNLISTED, **REFUSED}
 
 
 def randomize_(model: torch.nn.Module) -> None:
@@ -139,10 +193,11 @@ def write_text_model(model: Any, folder: Path, **settings: Any) -> Path:
 
 def write_kind(kind: str, folder: Path, seed: int = 0) -> Path:
     """Writes a tiny checkpoint of a kind and returns its folder."""
+    made = EVERY[kind]
     torch.manual_seed(sum(map(ord, kind)) + seed)
-    model = getattr(transformers, KINDS[kind].name)(KINDS[kind].config(), **(KINDS[kind].options or {}))
+    model = getattr(transformers, made.name)(made.config(), **(made.options or {}))
     randomize_(model)
-    return write_text_model(model, folder) if KINDS[kind].reads_text else write_image_model(model, folder)
+    return write_text_model(model, folder) if made.reads_text else write_image_model(model, folder)
 
 
 def load_dense(folder: Path) -> Any:
