@@ -1,11 +1,13 @@
 """Compares fips, plain pruning and truncated SVD on image and text encoders, at equal stored bytes.
 
 Usage: python benchmarks/vision.py [--assets assets] [--out vision-out] [--model fmnist] [--budgets 0.5 0.4 0.25]
+           [--objectives block linear]
 
 Models: `fmnist`, a small image classifier of this repository on the 10,000 test images of Fashion-MNIST: top-1, top-5
 and agreement with the dense model; `dinov2` on photos and `minilm` on text: mean cosine of their pooled features with
 the dense model's. For each budget fips runs with its default basis; plain pruning (`--basis identity`) gets the bytes
-of the MLP matrices that it reports, and truncated SVD the largest rank that fits into them.
+of the MLP matrices that it reports, and truncated SVD the largest rank that fits into them. --objectives adds fips
+with other objectives than its default.
 
 Every method is calibrated on the same inputs: training images, text, or, as there are few, the odd photos; the even
 ones are for evaluation. Needs the assets: python benchmarks/assets.py assets fmnist photos dinov2 minilm text
@@ -54,6 +56,7 @@ def cases(assets: Path, photos: Path) -> dict[str, Case]:
 
 def split_photos(assets: Path, out: Path) -> None:
     """Two disjoint folders of photos."""
+    shutil.rmtree(out, ignore_errors=True)
     for number, photo in enumerate(sorted((assets / "photos").glob("*.jpg"))):
         folder = out / ("odd" if number % 2 else "even")
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,18 +93,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("vision-out"))
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.4, 0.25])
     parser.add_argument("--model", choices=("fmnist", "dinov2", "minilm"), default="fmnist")
+    parser.add_argument("--objectives", nargs="+", default=[])
     args = parser.parse_args()
     split_photos(args.assets, args.out / "photos")
     case = cases(args.assets, args.out / "photos")[args.model]
     rows = [row("dense", case, case.source, 0)]
     for budget in args.budgets:
         size = 0.0
-        for method in ("fips", "identity", "svd"):
+        for method in ("fips", *args.objectives, "identity", "svd"):
             out, started = args.out / f"{args.model}-{method}-{budget}", time.monotonic()
             if method == "fips":
                 size = squeeze(case, out, budget=budget).sizes.to_dict()["matrix_share"]
             elif method == "identity":
                 squeeze(case, out, basis="identity", target_size=size)
+            elif method in args.objectives:
+                squeeze(case, out, budget=budget, objective=method)
             else:
                 squeeze(case, out, budget=svd_budget(case, size), sparsity=0.0, steps=0)
             rows.append(row(f"{method}, budget {budget}", case, out, time.monotonic() - started))
