@@ -39,3 +39,7 @@ class FormatError(FipsError):
 
 class OutputError(FipsError):
     """The output folder cannot be written."""
+
+
+class HubError(FipsError):
+    """The Hub cannot be reached, refuses, or holds something other than what was sent."""
