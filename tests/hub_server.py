@@ -65,8 +65,7 @@ class HubServer:
         self.tokens = {"hf_alice": "alice", "hf_reader": "alice", "hf_bob": "bob"}
         self.readers = {"hf_reader"}
         self.owners = {"alice": ["alice", "bob"], "bob": ["bob"]}  # user or organization → who may write there
-        self.corrupt: dict[str, bytes] = {}  # path → what a broken Hub would store instead
-        self.lost: set[str] = set()
+        self.broken: dict[str, bytes | None] = {}  # path → what every commit holds instead; None: it is lost
         self.stall: threading.Event | None = None  # uploads wait for it
         self.reached = threading.Event()
         self.fail_with: tuple[str, int] | None = None  # (part of a path, status)
@@ -81,12 +80,18 @@ class HubServer:
         return [r for r in self.requests if r.method == method and part in r.path]
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_args: object) -> None:
+        """A client that went away in the middle is part of the tests."""
+
+
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
     """A running server."""
     hub = HubServer()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -99,7 +104,9 @@ def hub_server() -> Iterator[HubServer]:
         server.server_close()
 
 
-class _Answer(Exception):  # noqa: N818 - not an error: how a handler says what to send
+class _Answer(Exception):
+    """No error: how a handler says what to send."""
+
     def __init__(self, status: int, body: Any = None, code: str = "", headers: dict[str, str] | None = None) -> None:
         self.status, self.headers = status, dict(headers or {})
         self.body = body if isinstance(body, bytes) else json.dumps(body if body is not None else {}).encode()
@@ -139,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.command != "HEAD":
                 self.wfile.write(answer.body)
 
-    do_GET = do_POST = do_PUT = do_HEAD = _serve  # noqa: N815 - names of the base class
+    do_GET = do_POST = do_PUT = do_HEAD = _serve
 
     def _route(self) -> None:
         path, repo = self.request_.path, r"(?P<repo>[^/]+/[^/]+)"
@@ -279,8 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
                 tree[value["path"]] = self.hub.lfs[value["oid"]]
             elif key == "deletedFile":
                 del tree[value["path"]]
-        tree.update({path: content for path, content in self.hub.corrupt.items() if path in tree})
-        tree = {path: content for path, content in tree.items() if path not in self.hub.lost}
+        tree = {path: content for path, content in {**tree, **self.hub.broken}.items() if content is not None}
         number = 1 + sum(name.startswith("refs/pr/") for name in found.refs)
         oid = found.commit(f"refs/pr/{number}" if pull else ref, tree, title)
         answer = {"commitUrl": f"{self.hub.url}/{repo}/commit/{oid}", "commitOid": oid, "success": True}

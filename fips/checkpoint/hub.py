@@ -171,8 +171,8 @@ def hub_errors(api: Any, place: Place) -> Iterator[None]:
         raise
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
-            f"Interrupted; {place.repo_id} may exist by now, but holds no part of a commit. Push again: what was "
-            "uploaded is not sent twice."
+            f"Interrupted; {place.repo_id} may exist by now, and holds the whole commit or nothing of it. Push again: "
+            "what was uploaded is not sent twice."
         ) from stop
     except Exception as error:
         raise HubError(_explain(api, place, error)) from error

@@ -56,7 +56,8 @@ def main() -> None:
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)  # texts of other libraries have many lines
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as stop:
-        click.echo(str(stop) or "Interrupted; nothing was written.", err=True)
+        told = str(stop.__cause__ or stop)  # click puts an Abort around the interrupt
+        click.echo(told or "Interrupted; nothing was written.", err=True)
         sys.exit(130)
 
 

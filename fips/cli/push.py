@@ -15,7 +15,7 @@ from fips.cli.options import output_options, progress_of, show
 @click.option("--commit-message", help="Title of the commit.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the default branch.")
 @click.option("--overwrite", is_flag=True,
-              help="Remove files that lie there and are no part of the checkpoint; the history keeps them.")  # fmt: skip
+              help="Remove files that lie there and are no part of the checkpoint; history keeps them.")  # fmt: skip
 @click.option("--token", help="Token with write access. HF_TOKEN or `hf auth login`, the default, keep it out of the "
               "list of processes.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="List files and sizes; contact nothing.")
