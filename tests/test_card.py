@@ -20,6 +20,7 @@ from fips.checkpoint.plot import PLOT_NAME, draw_groups
 from fips.checkpoint.record import check_digests, read_report, record_evaluation, side_digests
 from fips.checkpoint.source import open_source
 from fips.cli.compress import command as compress_command
+from fips.cli.main import cli
 from fips.config import CompressionConfig
 from fips.errors import ConfigError, FormatError, OutputError
 from tests.command import tree
@@ -196,7 +197,8 @@ def test_the_command_line_gives_the_same_settings(given: dict[str, Any], compres
     settings = json.loads(json.dumps(CompressionConfig(**given).to_dict()))
     words = shlex.split(command_line({**report_of(compressed), "settings": settings, "revision": "v 1"}))
     assert words[:4] == ["fips", "compress", "dense", "dense-fips"]
-    parsed = compress_command.make_context("compress", words[2:]).params
+    root = cli.make_context("fips", [], resilient_parsing=True)
+    parsed = compress_command.make_context("compress", words[2:], parent=root).params
     assert parsed["revision"] == "v 1"
     options = {name: parsed[name] for name in settings if parsed[name] not in (None, ())}
     for name, parse in (("groups", fips.config.parse_groups), ("max_shard_size", fips.config.parse_size)):

@@ -28,7 +28,8 @@ def test_compress_llm_without_any_data(llama: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("example", "arguments"), [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", [])])
+@pytest.mark.parametrize(("example", "arguments"), [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", []),
+                                                     ("push.py", ["nowhere", "a/b"])])  # fmt: skip
 def test_failure_is_one_line(example: str, arguments: list[str], tmp_path: Path) -> None:
     done = _run(example, *arguments, cwd=tmp_path)
     assert done.returncode == 1

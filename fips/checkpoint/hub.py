@@ -191,7 +191,7 @@ def _explain(api: Any, place: Place, error: BaseException) -> str:
             return "the Hub is switched off here: HF_HUB_OFFLINE is set. Unset it to push."
     transport = HfHubHTTPError.__mro__[1]  # HTTPError of the HTTP library, which differs between releases
     network = next((e for e in layers if isinstance(e, (transport, ConnectionError, TimeoutError))), None)
-    if network is not None:
+    if network is not None and "HTTP status" not in str(network):  # hf_xet calls a refusal a connection error too
         return f"{api.endpoint} cannot be reached ({_first_line(network)}). Is there a network? Then push again."
     return f"{place.repo_id}: pushing failed: {_first_line(layers[-1])}"
 

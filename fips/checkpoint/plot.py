@@ -33,7 +33,8 @@ def draw_groups(folder: Path, groups: list[dict[str, Any]]) -> bool:
         lower.bar(places, [mean(g["sparsity"]) for g in groups], 0.6, color="gray")
         lower.set_ylabel("share of zeros")
         lower.set_ylim(0, 1)
-        lower.set_xticks(places, [f"{g['first']}-{g['last']}" for g in groups])
+        labels = [f"{g['first']}-{g['last']}" for g in groups]
+        lower.set_xticks(places, labels, rotation=90 if len(groups) > 16 else 0)
         lower.set_xlabel("blocks")
         figure.savefig(folder / PLOT_NAME, dpi=100, metadata={"Software": None})
     return True
