@@ -1,14 +1,12 @@
 """`fips push` against a Hub on this machine, spoken to by the real client."""
 
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -20,38 +18,10 @@ from safetensors.torch import load_file, save_file
 import fips
 from fips.errors import ConfigError, FormatError, HubError, SourceError
 from fips.publishing import PushConfig
-from tests.command import run, tree
-from tests.hub_server import HubServer, hub_server
+from tests.command import run
+from tests.hub_client import REPO, contents, environment, on_hub, point_at
+from tests.hub_state import HubServer
 from tests.test_families import logits
-
-REPO = "alice/small"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A Hub that the client takes for the real one; alice is logged in. An installed hf_xet would not speak to it."""
-    with hub_server() as server:
-        point_at(monkeypatch, tmp_path, server.url)
-        yield server
-
-
-def point_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str) -> None:
-    """The client's settings, as the environment variables of these names make them in a new process."""
-    for name, value in {"ENDPOINT": url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
-                        "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-                        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}"}.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "hf_alice")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def on_hub(hub: HubServer, revision: str = "main", repo: str = REPO) -> dict[str, bytes]:
-    found = hub.repos[repo].tree(revision)
-    assert found is not None
-    return {name: content for name, content in found.items() if name != ".gitattributes"}
 
 
 def test_a_pushed_model_comes_back_byte_for_byte(hub: HubServer, compressed: Path, tmp_path: Path) -> None:
@@ -291,12 +261,6 @@ def test_settings_that_exclude_each_other() -> None:
         PushConfig(commit_message=" ")
 
 
-def environment(hub: HubServer, tmp_path: Path) -> dict[str, str]:
-    """What a user would export to speak to that Hub."""
-    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_TOKEN": "hf_alice", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}  # fmt: skip
-
-
 def test_interrupted_in_the_middle_of_an_upload(hub: HubServer, compressed: Path, tmp_path: Path) -> None:
     hub.stall = threading.Event()
     command = [sys.executable, "-m", "fips", "push", str(compressed), REPO]
@@ -321,32 +285,3 @@ def test_the_example(hub: HubServer, compressed: Path, tmp_path: Path) -> None:
     assert f"{hub.url}/{REPO}" in done.stdout
     assert "hf_alice" not in done.stdout + done.stderr
     assert on_hub(hub) == contents(compressed)
-
-
-def test_a_compressed_model_of_the_hub_is_inspected_and_loaded(hub: HubServer, compressed: Path) -> None:
-    fips.push(compressed, REPO, PushConfig(revision="half"))
-    assert run("inspect", REPO, "-q").code == 1  # nothing on the default branch
-    found = json.loads(run("inspect", REPO, "--revision", "half", "--json", "-q").out)
-    assert found["groups"] == fips.inspect(compressed).to_dict()["groups"]
-    assert torch.equal(logits(fips.load(REPO, revision="half")), logits(fips.load(compressed)))
-
-
-def test_a_model_of_the_hub_is_compressed(hub: HubServer, llama: Path, settings, tmp_path: Path) -> None:
-    from fips.checkpoint.source import open_source
-
-    card = b"---\nlicense: mit\nlanguage:\n- en\n---\nThe dense model."
-    repo = hub.add_repo("bob/dense", {**contents(llama), "README.md": card, "onnx/model.onnx": b"not wanted"})
-    repo.refs["v1"] = repo.refs["main"]
-    repo.commit("main", {"config.json": b"{}"}, "broken")
-    source = open_source("bob/dense", "v1")
-    assert (source.name, len(source.infos) > 0) == ("bob/dense", True)
-    fips.compress("bob/dense", tmp_path / "out", settings(), revision="v1")
-    assert not hub.sent("GET", "model.onnx")
-    fips.compress(llama, tmp_path / "local", settings())
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
-    report = json.loads((tmp_path / "out" / "fips_report.json").read_text())
-    assert report["origin"] == {"name": "bob/dense", "hub_id": "bob/dense", "commit": repo.refs["v1"],
-                                "task": "text-generation",
-                                "metadata": {"license": "mit", "language": ["en"]}}  # fmt: skip
-    assert tree(tmp_path / "out").keys() == tree(tmp_path / "local").keys()
-    assert fips.push(tmp_path / "out", REPO).commit
