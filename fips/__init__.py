@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fips.evaluation import evaluate
     from fips.inspection import inspect
     from fips.pipeline import compress
+    from fips.publishing import PushConfig, push
     from fips.report import CompressionReport
 
 __version__ = "0.1.0"
@@ -24,11 +25,13 @@ _HOMES = {
     "load": "fips.checkpoint.load",
     "evaluate": "fips.evaluation",
     "inspect": "fips.inspection",
+    "push": "fips.publishing",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
     "EvaluationConfig": "fips.config",
     "FipsConfig": "fips.checkpoint.quantizer",
     "FipsError": "fips.errors",
+    "PushConfig": "fips.publishing",
 }
 
 __all__ = [
@@ -37,11 +40,13 @@ __all__ = [
     "EvaluationConfig",
     "FipsConfig",
     "FipsError",
+    "PushConfig",
     "__version__",
     "compress",
     "evaluate",
     "inspect",
     "load",
+    "push",
 ]
 
 

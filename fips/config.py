@@ -19,10 +19,10 @@ RECIPES = ("default", "paper")
 BOS_RULES = ("auto", "every", "first", "none")
 RUNTIMES = ("dense", "packed")
 
-_GRADIENT_ONLY = frozenset(
+GRADIENT_ONLY = frozenset(
     {"schedule", "steps", "learning_rate", "weight_decay", "mask_interval"}
 )
-_MOMENTS_ONLY = frozenset({"rounds", "basis", "target_size", "polish"})
+MOMENTS_ONLY = frozenset({"rounds", "basis", "target_size", "polish"})
 _NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), float | None: (int, float, type(None))}
 DEFAULT_BUDGET = 0.5
 DEFAULT_SPARSITY = 0.75
@@ -198,7 +198,7 @@ class CompressionConfig:
             settings.pop("sparsity", None)
         config = cls(**settings)
         gradient = config.solver == "gradient"
-        foreign, other = (_MOMENTS_ONLY, "moments") if gradient else (_GRADIENT_ONLY, "gradient")
+        foreign, other = (MOMENTS_ONLY, "moments") if gradient else (GRADIENT_ONLY, "gradient")
         for name in sorted(foreign.intersection(overrides)):
             if not (name == "steps" and overrides[name] == 0):
                 raise ConfigError(f"{name} is a setting of the {other} solver; add --solver {other}, or leave it out.")

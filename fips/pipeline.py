@@ -7,6 +7,9 @@ from pathlib import Path
 from fips.calibrate import calibrate, check_calibration
 from fips.checkpoint.card import write_card
 from fips.checkpoint.format import REPORT_NAME
+from fips.checkpoint.origin import origin_of
+from fips.checkpoint.plot import draw_groups
+from fips.checkpoint.record import side_digests
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
 from fips.checkpoint.save import CheckpointWriter, file_digest, write_json
 from fips.checkpoint.source import open_source
@@ -57,6 +60,7 @@ def compress(
     source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
+    report.origin = origin_of(source)
     calibration = calibrate(plan, config, report, progress)
     with output_folder(out, overwrite=overwrite) as folder:
         writer = CheckpointWriter(source, folder, plan.cast)
@@ -67,7 +71,7 @@ def compress(
         report.calibration = calibration.to_dict()
         _finish_report(report, writer, started)
         write_json(folder / REPORT_NAME, report.to_dict())
-        write_card(folder, report)
+        write_card(folder, report.to_dict())
     return report
 
 
@@ -76,6 +80,8 @@ def _finish_report(report: CompressionReport, writer: CheckpointWriter, started:
     tensors = {name: info for name, (_, info) in stored_tensors(files).items()}
     report.sizes = compressed_sizes(writer.groups, tensors)
     report.files = {path.name: file_digest(path) for path in files}
+    draw_groups(writer.folder, report.to_dict()["groups"])
+    report.side_files = side_digests(writer.folder, report.files)
     report.verified = True
     skipped = report.calibration.get("skipped")
     if skipped:

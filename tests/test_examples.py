@@ -62,7 +62,7 @@ def test_demo_vision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("example", "arguments"),
-    [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", []), ("demo_vision.py", []),
+    [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", []), ("demo_vision.py", []), ("push.py", ["nowhere", "a/b"]),
      ("compress_vit.py", [CLASSIFIER, "out", "--images", "nowhere/", "--test", "nowhere/"])],
 )  # fmt: skip
 def test_failure_is_one_line(example: str, arguments: list[str], tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ _NAMES = (
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite", ".pkl",
 }  # fmt: skip
-_SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*"]
+SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*",
+                  "README.md"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,9 @@ def _download(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
     try:
-        folder = fetch([*_SIDE_PATTERNS, "*.safetensors"])
+        folder = fetch([*SIDE_PATTERNS, "*.safetensors"])
         if not any(folder.glob("*.safetensors")):
-            folder = fetch([*_SIDE_PATTERNS, "*.bin"])
+            folder = fetch([*SIDE_PATTERNS, "*.bin"])
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

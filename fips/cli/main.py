@@ -15,6 +15,7 @@ _COMMANDS = {
     "compress": "Compress a checkpoint and write one that loads with from_pretrained.",
     "evaluate": "Perplexity or accuracy, and sizes, of a checkpoint, beside its dense baseline.",
     "inspect": "What a compressed checkpoint holds, or what would be compressed in a dense one.",
+    "push": "Publish a compressed checkpoint on the Hub.",
 }
 
 
@@ -54,8 +55,9 @@ def main() -> None:
             traceback.print_exc()
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)  # texts of other libraries have many lines
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted; nothing was written.", err=True)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        told = str(stop.__cause__ or stop)  # click puts an Abort around the interrupt
+        click.echo(told or "Interrupted; nothing was written.", err=True)
         sys.exit(130)
 
 
