@@ -225,6 +225,7 @@ class EvaluationConfig:
         device: Where the models run.
         dtype: dtype the models run in; "auto" takes the checkpoint's, for the baseline too.
         runtime: How a compressed checkpoint is loaded, "dense" or "packed".
+        update_card: Whether the result is added to the report and model card of a compressed folder.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -239,6 +240,7 @@ class EvaluationConfig:
     device: str = "auto"
     dtype: str = "auto"
     runtime: str = "dense"
+    update_card: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values that cannot work."""

@@ -12,6 +12,7 @@ import torch
 from fips.calibrate import patches
 from fips.checkpoint.format import QUANT_METHOD
 from fips.checkpoint.load import load
+from fips.checkpoint.record import read_report, record_evaluation
 from fips.checkpoint.source import locate, read_config
 from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
@@ -128,6 +129,8 @@ def evaluate(
     folders = [locate(str(m)) for m in (model, baseline) if m is not None]
     configs = [load_config(folder, trust_remote_code=trust_remote_code) for folder in folders]
     test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+    if config.update_card:
+        read_report(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     results: list[Measured] = []
     for name, folder, size in zip((model, baseline), folders, sizes, strict=False):
@@ -139,7 +142,10 @@ def evaluate(
         del loaded
         gc.collect()
         results.append(Measured(str(name), value, size))
-    return Evaluation(results[0], results[1] if len(results) > 1 else None)
+    evaluation = Evaluation(results[0], results[1] if len(results) > 1 else None)
+    if config.update_card:
+        record_evaluation(folders[0], evaluation.to_dict())
+    return evaluation
 
 
 Test = Callable[[Any, Callable[[int], object]], Score]

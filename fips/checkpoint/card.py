@@ -13,6 +13,7 @@ from fips.config import GRADIENT_ONLY, MOMENTS_ONLY, CompressionConfig
 
 CARD_NAME = "README.md"
 _PAPER = "2411.09816"
+_UNMEASURED = "not measured"
 _KEPT = "<!-- What stands below this line is kept when fips writes the card again. -->"
 _CARD = """\
 # {name}
@@ -38,7 +39,7 @@ mismatch; it never gives a silently wrong model.
 
 {groups}
 
-Errors are relative squared errors of outputs on the calibration text, averaged over the matrices of a group: of a
+Errors are relative squared errors of outputs on the calibration data, averaged over the matrices of a group: of a
 truncated SVD with as many parameters, and of what is stored.
 {plot}
 ## Quality
@@ -64,7 +65,7 @@ Computed on {device}; stored as {dtype}. Versions: {versions}.
 ## Limits
 
 - Speed and memory are the dense model's: loading rebuilds every weight once. What is smaller is the file.
-- The errors above are those on the calibration text; judge the model on texts of your own.
+- The errors above are those on the calibration data; judge the model on data of your own.
 {notes}
 Checksums of all files are in `fips_report.json`.
 
@@ -117,7 +118,7 @@ def command_line(report: dict[str, Any]) -> str:
         if name == "groups":
             value = ",".join(f"{first}-{last}" for first, last in value)
         for single in value if isinstance(value, (list, tuple)) else [value]:
-            words += [option, str(single)]
+            words += [option] if single is True else [option, str(single)]
     return shlex.join(words)
 
 
@@ -170,23 +171,46 @@ def _plot(report: dict[str, Any]) -> str:
 def _quality(report: dict[str, Any]) -> str:
     evaluations = report.get("evaluations", [])
     if not evaluations:
-        return "Perplexity was not recorded; `fips evaluate` measures it, beside the dense model's."
+        return "No evaluation was recorded; `fips evaluate --update-card` makes one, beside the dense model."
     return "\n\n".join(_evaluation(found) for found in evaluations)
 
 
 def _evaluation(found: dict[str, Any]) -> str:
     protocol, dense = found["protocol"], found["baseline"]
-    row = ["perplexity", f"{found['perplexity']:.3f}", f"{dense['perplexity']:.3f}" if dense else "not measured",
-           f"{found['ratio']:.3f}" if dense else ""]  # fmt: skip
-    return _table(["", "compressed", "dense", "ratio"], [row]) + (
-        f"\n\nProtocol: {protocol['text']} (sha256 `{protocol['text_sha256']}`), {protocol['windows']} windows of "
-        f"{protocol['length']} tokens, {protocol['predicted']:,} predicted tokens, BOS {protocol['bos']}, "
-        f"{protocol['dtype']} on {protocol['device']}, torch {protocol['torch']}, transformers "
-        f"{protocol['transformers']}; {protocol['method']}."
+    if "perplexity" in found:
+        rows = [["perplexity", f"{found['perplexity']:.3f}", f"{dense['perplexity']:.3f}" if dense else _UNMEASURED,
+                 f"{found['ratio']:.3f}" if dense else ""]]  # fmt: skip
+        how = (f"{protocol['text']} (sha256 `{protocol['text_sha256']}`), {protocol['windows']} windows of "
+               f"{protocol['length']} tokens, {protocol['predicted']:,} predicted tokens, BOS "
+               f"{protocol['bos']}; {protocol['method']}")  # fmt: skip
+    elif "top1" in found:
+        rows = [[f"{name[:3]}-{name[3:]}", _percent(found[name]), _percent(dense[name]) if dense else _UNMEASURED, ""]
+                for name in ("top1", "top5") if found[name] is not None]  # fmt: skip
+        rows += [["agreement with the dense model", _percent(found["agreement"]), "", ""]] if dense else []
+        how = (f"{found['images']:,} images of {protocol['images']} (sha256 `{protocol['images_sha256']}`), labels "
+               f"matched {protocol['labels']}, {protocol['processor']}")  # fmt: skip
+    else:
+        what = "images" if "images" in found else "texts"
+        cosine = _UNMEASURED if found["cosine"] is None else f"{found['cosine']:.4f}"
+        rows = [["mean cosine of the pooled features to the dense model's", cosine, "", ""]]
+        origin, digest = (protocol[k] for k in (("images", "images_sha256") if what == "images" else
+                                                ("text", "text_sha256")))  # fmt: skip
+        how = f"{found[what]:,} {what} of {origin} (sha256 `{digest}`)"
+    return _table(["", "compressed", "dense", "ratio"], rows) + (
+        f"\n\nProtocol: {how}; {protocol['dtype']} on {protocol['device']}, torch {protocol['torch']}, transformers "
+        f"{protocol['transformers']}."
     )
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
 def _calibration(found: dict[str, Any]) -> str:
+    if "images" in found:
+        augmented = ", flipped and cropped at random" if found["augmented"] else ""
+        return (f"Calibration: {found['images']:,} images of {found['origin']} (sha256 `{found['sha256']}`)"
+                f"{augmented}, {found['processor']}.")  # fmt: skip
     text = "text sampled from the model itself" if found["origin"] == "self" else found["origin"]
     return (f"Calibration: {text} (sha256 `{found['sha256']}`), {found['tokens']:,} tokens in {found['windows']:,} "
             f"windows of {found['length']:,}, BOS {found['bos']}.")  # fmt: skip

@@ -22,6 +22,8 @@ from fips.config import BOS_RULES, RUNTIMES, EvaluationConfig
               help="BOS in every window, before the text, or not; auto asks the tokenizer.")  # fmt: skip
 @click.option("--runtime", type=click.Choice(RUNTIMES), default="dense", show_default=True,
               help="How a compressed checkpoint is loaded.")  # fmt: skip
+@click.option("--update-card", is_flag=True,
+              help="Add the result to the report and the model card of MODEL, a compressed folder.")  # fmt: skip
 @model_options
 @output_options
 def command(model: str, baseline: str | None, **options: Any) -> None:
