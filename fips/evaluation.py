@@ -152,11 +152,17 @@ Test = Callable[[Any, Callable[[int], object]], Score]
 
 
 def _measure(model: Any, test: Test, progress: Progress) -> Score:
-    progress.start_group("evaluation", 0)
+    language = reads(trunk_of(model)[1], model) == LANGUAGE_MODEL
+    progress.start_group("perplexity" if language else "accuracy" if _classifies(model) else "features", 0)
     try:
         return test(model, lambda done: progress.step(done))
     finally:
         progress.close()
+
+
+def _classifies(model: Any) -> bool:
+    """Whether a model gives classes of images."""
+    return "ForImageClassification" in type(model).__name__
 
 
 def _wants_images(config: EvaluationConfig, model: Any) -> bool:
@@ -180,8 +186,7 @@ def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: b
     def run(model: Any, advance: Callable[[int], object]) -> Score:
         if reads(trunk_of(model)[1], model) != IMAGE_MODEL:
             raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
-        classifier = "ForImageClassification" in type(model).__name__
-        return accuracy(model, test, advance) if classifier else image_features(model, test, advance)
+        return accuracy(model, test, advance) if _classifies(model) else image_features(model, test, advance)
 
     return run
 

@@ -141,7 +141,7 @@ def test_metadata_without_a_hub_id(compressed: Path) -> None:
     assert found == {"library_name": "transformers", "pipeline_tag": "text-generation",
                      "tags": ["fips", "compressed", "arxiv:2411.09816"]}  # fmt: skip
     assert 'fips.load("dense-fips")' in body
-    assert "Perplexity was not recorded" in body
+    assert "No evaluation was recorded" in body
 
 
 def test_metadata_of_a_model_of_the_hub(llama: Path, settings, tmp_path: Path) -> None:
