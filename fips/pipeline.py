@@ -6,9 +6,10 @@ from pathlib import Path
 
 from fips.calibrate import calibrate
 from fips.checkpoint.card import write_card
+from fips.checkpoint.folder import all_files, file_digest
 from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
-from fips.checkpoint.save import CheckpointWriter, file_digest, write_json
+from fips.checkpoint.save import CheckpointWriter, write_json
 from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
@@ -67,16 +68,15 @@ def compress(
         progress.note("verifying the written checkpoint bit by bit")
         verify_written(writer)
         _finish_report(report, writer, started)
-        write_json(folder / REPORT_NAME, report.to_dict())
         write_card(folder, report)
+        report.files = {file.as_posix(): file_digest(folder / file) for file in all_files(folder)}
+        write_json(folder / REPORT_NAME, report.to_dict())
     return report
 
 
 def _finish_report(report: CompressionReport, writer: CheckpointWriter, started: float) -> None:
-    files = weight_files(writer.folder)
-    tensors = {name: info for name, (_, info) in stored_tensors(files).items()}
+    tensors = {name: info for name, (_, info) in stored_tensors(weight_files(writer.folder)).items()}
     report.sizes = compressed_sizes(writer.groups, tensors)
-    report.files = {path.name: file_digest(path) for path in files}
     report.verified = True
     dead = {name: count for group in report.groups for name, count in group.dead_features.items()}
     if dead:

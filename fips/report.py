@@ -114,7 +114,7 @@ class CompressionReport:
         dtype: dtype of the stored factors.
         seconds: Wall time of the whole run.
         peak_memory_bytes: Largest resident memory of the process.
-        files: Weights file → SHA-256.
+        files: File of the folder, but for the report itself → SHA-256.
         verified: Whether the written folder was read back and compared bit by bit.
         notes: What the user should know: dead features, few tokens, chosen calibration.
     """

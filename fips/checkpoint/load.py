@@ -6,10 +6,11 @@ from pathlib import Path
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fips.checkpoint.format import QUANT_METHOD
+from fips.checkpoint.format import QUANT_METHOD, check_version
 from fips.checkpoint.quantizer import FipsConfig
-from fips.checkpoint.source import read_config
-from fips.errors import FormatError
+from fips.checkpoint.reload import stored_tensors
+from fips.checkpoint.source import read_config, require_depth, weight_paths
+from fips.errors import FipsError, FormatError
 
 
 def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object) -> nn.Module:
@@ -27,10 +28,20 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
         FormatError: If the folder is not a compressed checkpoint, is damaged, or is of a newer version.
     """
     folder = Path(path)
-    description = read_config(folder).get("quantization_config")
+    config = read_config(folder)
+    description = config.get("quantization_config")
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
         raise FormatError(f"{folder} is not a checkpoint compressed by fips; load it with transformers.")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
-    config.quantization_config = {**description, "runtime": FipsConfig(runtime=runtime).runtime}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=config, **kwargs)
+    runtime = FipsConfig(runtime=runtime).runtime
+    check_version(description.get("format_version"))  # before what a newer version may do differently
+    require_depth(config, len(stored_tensors(weight_paths(folder))), folder)
+    options = {"trust_remote_code": False, **kwargs}  # without a word from the caller transformers would ask for one
+    try:
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+        loaded.quantization_config = {**description, "runtime": runtime}
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=loaded, **options)
+    except FipsError:
+        raise
+    except Exception as error:  # loading runs code of many models and raises anything
+        raise FormatError(f"{folder} cannot be loaded: {error}") from error
     return model
