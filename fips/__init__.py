@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from fips.checkpoint.load import load
     from fips.checkpoint.quantizer import FipsConfig
     from fips.config import CompressionConfig, EvaluationConfig
+    from fips.dense_export import Export, export
     from fips.errors import FipsError
     from fips.evaluation import evaluate
     from fips.inspection import inspect
     from fips.pipeline import compress
     from fips.report import CompressionReport
+    from fips.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -23,25 +25,33 @@ _HOMES = {
     "compress": "fips.pipeline",
     "load": "fips.checkpoint.load",
     "evaluate": "fips.evaluation",
+    "export": "fips.dense_export",
     "inspect": "fips.inspection",
+    "verify": "fips.verification",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
     "EvaluationConfig": "fips.config",
+    "Export": "fips.dense_export",
     "FipsConfig": "fips.checkpoint.quantizer",
     "FipsError": "fips.errors",
+    "Verification": "fips.verification",
 }
 
 __all__ = [
     "CompressionConfig",
     "CompressionReport",
     "EvaluationConfig",
+    "Export",
     "FipsConfig",
     "FipsError",
+    "Verification",
     "__version__",
     "compress",
     "evaluate",
+    "export",
     "inspect",
     "load",
+    "verify",
 ]
 
 
