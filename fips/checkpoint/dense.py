@@ -75,7 +75,7 @@ class PackedCheckpoint:
         return read_tensor(self.stored[name][0], name)
 
     def _loaded_dtype(self, group: PackedGroupInfo) -> torch.dtype:
-        """What the checkpoint is loaded in by default: the dtype of config.json, from which the stored one can differ."""
+        """What the group is loaded in by default: the dtype of config.json, from which the stored one can differ."""
         name = self.config.get("dtype", self.config.get("torch_dtype"))
         return DTYPE_NAMES.get(str(name).removeprefix("torch."), DTYPE_NAMES[group.dtype])
 
