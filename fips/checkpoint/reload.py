@@ -61,9 +61,7 @@ def _group_as_stored(
     return replace(group, dtype=dtype, members=members)
 
 
-def packed_problems(
-    groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]
-) -> Iterator[str]:
+def packed_problems(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> Iterator[str]:
     """What is wrong with the headers of the packed tensors: missing, unexpected, or not of the described kind.
 
     Args:

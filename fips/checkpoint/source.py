@@ -117,6 +117,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SourceError(f"{path} names no model_type: not a transformers config.")
+    names, remote = config.get("architectures"), config.get("auto_map")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise SourceError(f"{path}: architectures is {str(names)[:80]!r}; expected a list of class names.")
+    if remote is not None and not isinstance(remote, dict):
+        raise SourceError(f"{path}: auto_map is {str(remote)[:80]!r}; expected an object.")
     return config
 
 
