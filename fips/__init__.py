@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from fips.checkpoint.load import load
     from fips.checkpoint.quantizer import FipsConfig
     from fips.config import CompressionConfig, EvaluationConfig
+    from fips.dense_export import Export, export
     from fips.errors import FipsError
     from fips.evaluation import evaluate
     from fips.inspection import inspect
     from fips.pipeline import compress
     from fips.publishing import PushConfig, push
     from fips.report import CompressionReport
+    from fips.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -24,29 +26,37 @@ _HOMES = {
     "compress": "fips.pipeline",
     "load": "fips.checkpoint.load",
     "evaluate": "fips.evaluation",
+    "export": "fips.dense_export",
     "inspect": "fips.inspection",
     "push": "fips.publishing",
+    "verify": "fips.verification",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
     "EvaluationConfig": "fips.config",
+    "Export": "fips.dense_export",
     "FipsConfig": "fips.checkpoint.quantizer",
     "FipsError": "fips.errors",
     "PushConfig": "fips.publishing",
+    "Verification": "fips.verification",
 }
 
 __all__ = [
     "CompressionConfig",
     "CompressionReport",
     "EvaluationConfig",
+    "Export",
     "FipsConfig",
     "FipsError",
     "PushConfig",
+    "Verification",
     "__version__",
     "compress",
     "evaluate",
+    "export",
     "inspect",
     "load",
     "push",
+    "verify",
 ]
 
 

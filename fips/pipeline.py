@@ -6,12 +6,13 @@ from pathlib import Path
 
 from fips.calibrate import calibrate, check_calibration
 from fips.checkpoint.card import write_card
+from fips.checkpoint.folder import file_digest
 from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.origin import origin_of
 from fips.checkpoint.plot import draw_groups
 from fips.checkpoint.record import side_digests
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
-from fips.checkpoint.save import CheckpointWriter, file_digest, write_json
+from fips.checkpoint.save import CheckpointWriter, write_json
 from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
@@ -76,9 +77,9 @@ def compress(
 
 
 def _finish_report(report: CompressionReport, writer: CheckpointWriter, started: float) -> None:
-    files = weight_files(writer.folder)
-    tensors = {name: info for name, (_, info) in stored_tensors(files).items()}
+    tensors = {name: info for name, (_, info) in stored_tensors(weight_files(writer.folder)).items()}
     report.sizes = compressed_sizes(writer.groups, tensors)
+    files = weight_files(writer.folder)
     report.files = {path.name: file_digest(path) for path in files}
     draw_groups(writer.folder, report.to_dict()["groups"])
     report.side_files = side_digests(writer.folder, report.files)

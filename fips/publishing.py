@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fips.checkpoint.card import CARD_NAME
-from fips.checkpoint.format import QUANT_METHOD, REPORT_NAME, parse
+from fips.checkpoint.format import QUANT_METHOD, REPORT_NAME
 from fips.checkpoint.hub import Place, check_repo_id, compare, connect, others_on, prepare, upload, upload_bars
-from fips.checkpoint.record import check_digests, read_report
-from fips.checkpoint.reload import as_stored, check_packed, stored_tensors
-from fips.checkpoint.source import SIDE_PATTERNS, read_config, weight_paths
+from fips.checkpoint.record import read_report
+from fips.checkpoint.source import SIDE_PATTERNS, read_config
 from fips.errors import ConfigError, FormatError, HubError, SourceError
 from fips.progress import Progress
 from fips.report import format_table, human_bytes
+from fips.verification import verify
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,10 @@ def _require_verified(folder: Path) -> dict[str, Any]:
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
         raise FormatError(f"{folder} is not a checkpoint compressed by fips; only those are pushed.")
     report = read_report(folder)
-    check_digests(folder, report)
-    stored = stored_tensors(weight_paths(folder))
-    check_packed(as_stored(parse(description), stored), stored)
+    found = verify(folder, load=False)
+    if not found.ok:
+        more = f" ({len(found.problems) - 1} more; see `fips verify`)" if len(found.problems) > 1 else ""
+        raise FormatError(f"{folder} is not what was verified: {found.problems[0]}{more}")
     return report
 
 

@@ -62,3 +62,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     with hub_server() as server:
         point_at(monkeypatch, tmp_path, server.url)
         yield server
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares every compression the quarter of a second of its picture, but in tests of the picture."""
+    if "picture" not in request.node.name:
+        monkeypatch.setattr("fips.pipeline.draw_groups", lambda *_: None)

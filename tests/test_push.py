@@ -188,9 +188,9 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
     report = copy("unverified") / "fips_report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "verified": False}))
     for name, error, words in [
-        ("weights", FormatError, r"model\.safetensors has changed since the compression"),
-        ("config", FormatError, r"config\.json has changed since the compression"),
-        ("gone", FormatError, r"tokenizer\.json is missing"),
+        ("weights", FormatError, r"model\.safetensors is not what was written"),
+        ("config", FormatError, r"config\.json is not what was written"),
+        ("gone", FormatError, r"tokenizer\.json is recorded in fips_report\.json but missing"),
         ("no-report", FormatError, r"has no fips_report\.json"),
         ("bad-report", FormatError, "is damaged"),
         ("unverified", FormatError, "lists no verified weights"),
@@ -205,7 +205,7 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
 
 def test_weights_that_do_not_match_their_description(hub: HubServer, compressed: Path, tmp_path: Path) -> None:
     """They are refused even if somebody wrote a report to match."""
-    from fips.checkpoint.save import file_digest
+    from fips.checkpoint.folder import file_digest
 
     out = Path(shutil.copytree(compressed, tmp_path / "out"))
     tensors = load_file(out / "model.safetensors")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fips.checkpoint.save import file_digest
+from fips.checkpoint.folder import file_digest
 from fips.errors import ConfigError, FipsError, HubError
 
 _MADE_BY_THE_HUB = ".gitattributes"

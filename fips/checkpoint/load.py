@@ -5,10 +5,11 @@ import os
 from torch import nn
 from transformers import AutoConfig
 
-from fips.checkpoint.format import QUANT_METHOD
+from fips.checkpoint.format import QUANT_METHOD, check_version
 from fips.checkpoint.quantizer import FipsConfig
-from fips.checkpoint.source import locate, read_config
-from fips.errors import FormatError
+from fips.checkpoint.reload import stored_tensors
+from fips.checkpoint.source import locate, read_config, require_depth, weight_paths
+from fips.errors import FipsError, FormatError
 from fips.models.kinds import model_class
 
 
@@ -30,12 +31,21 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
     """
     revision = kwargs.pop("revision", None)
     folder = locate(str(path), None if revision is None else str(revision))
-    description = read_config(folder).get("quantization_config")
+    config = read_config(folder)
+    description = config.get("quantization_config")
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
         raise FormatError(f"{folder} is not a checkpoint compressed by fips; load it with transformers.")
-    trust = bool(kwargs.get("trust_remote_code", False))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    config.quantization_config = {**description, "runtime": FipsConfig(runtime=runtime).runtime}
-    kind = model_class(config, trust_remote_code=trust)
-    model: nn.Module = kind.from_pretrained(folder, config=config, **kwargs)
+    runtime = FipsConfig(runtime=runtime).runtime
+    check_version(description.get("format_version"))  # before what a newer version may do differently
+    require_depth(config, len(stored_tensors(weight_paths(folder))), folder)
+    options = {"trust_remote_code": False, **kwargs}  # without a word from the caller transformers would ask for one
+    try:
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+        loaded.quantization_config = {**description, "runtime": runtime}
+        kind = model_class(loaded, trust_remote_code=bool(options["trust_remote_code"]))
+        model: nn.Module = kind.from_pretrained(folder, config=loaded, **options)
+    except FipsError:
+        raise
+    except Exception as error:  # loading runs code of many models and raises anything
+        raise FormatError(f"{folder} cannot be loaded: {error}") from error
     return model

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fips.checkpoint.card import CARD_NAME, write_card
+from fips.checkpoint.folder import all_files, file_digest
 from fips.checkpoint.format import REPORT_NAME
-from fips.checkpoint.save import file_digest, write_json
+from fips.checkpoint.save import write_json
 from fips.errors import ConfigError, FormatError, OutputError
 
 _SIZES = ("parameters", "matrix_bytes", "checkpoint_bytes")
@@ -35,24 +36,8 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def side_digests(folder: Path, weights: Collection[str]) -> dict[str, str]:
     """SHA-256 of every file beside the weights; the card and the report, which may grow, are left out."""
-    names = {str(path.relative_to(folder).as_posix()): path for path in sorted(folder.rglob("*")) if path.is_file()}
     skipped = {*weights, CARD_NAME, REPORT_NAME}
-    return {name: file_digest(path) for name, path in names.items() if name not in skipped}
-
-
-def check_digests(folder: Path, report: dict[str, Any]) -> None:
-    """Compares every file that a report lists with its recorded SHA-256.
-
-    Raises:
-        FormatError: Naming the first file that is missing or different.
-    """
-    for name, digest in {**report["files"], **report.get("side_files", {})}.items():
-        path = folder / name
-        if not path.is_file():
-            raise FormatError(f"{folder}: {name} is missing; {REPORT_NAME} lists it. Compress the model again.")
-        if file_digest(path) != digest:
-            raise FormatError(f"{folder}: {name} has changed since the compression (its SHA-256 is not the one in "
-                              f"{REPORT_NAME}); compress the model again.")  # fmt: skip
+    return {file.as_posix(): file_digest(folder / file) for file in all_files(folder) if file.as_posix() not in skipped}
 
 
 def record_evaluation(folder: str | os.PathLike[str], evaluation: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from fips.errors import FipsError
 _COMMANDS = {
     "compress": "Compress a checkpoint and write one that loads with from_pretrained.",
     "evaluate": "Perplexity or accuracy, and sizes, of a checkpoint, beside its dense baseline.",
+    "export": "Write a compressed checkpoint as an ordinary dense one, which loads without fips.",
     "inspect": "What a compressed checkpoint holds, or what would be compressed in a dense one.",
     "push": "Publish a compressed checkpoint on the Hub.",
+    "verify": "Check a compressed checkpoint: structure, checksums, values, its source, and that it loads.",
 }
 
 

@@ -26,15 +26,24 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     """
     import transformers
 
-    if trust_remote_code and _REMOTE in (getattr(config, "auto_map", None) or {}):
-        return transformers.AutoModelForCausalLM
-    stated = (getattr(config, "architectures", None) or [None])[0]
+    names = getattr(config, "architectures", None)
+    stated = names[0] if isinstance(names, list) and names else None
+    remote = getattr(config, "auto_map", None)
+    if trust_remote_code and isinstance(remote, dict):
+        for auto, where in remote.items():
+            if auto.startswith("AutoModel") and str(where).endswith(f".{stated}") and hasattr(transformers, auto):
+                return getattr(transformers, auto)
+        if _REMOTE in remote:
+            return transformers.AutoModelForCausalLM
     if stated is None:
         causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    found = getattr(transformers, str(stated), None)
+    found = getattr(transformers, stated, None) if isinstance(stated, str) else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        raise ArchitectureError(f"config.json names the architecture {stated!r}, which transformers does not have.")
+        hint = " Its own code may: read it, then pass --trust-remote-code." if remote and not trust_remote_code else ""
+        raise ArchitectureError(
+            f"config.json names the architecture {stated!r}, which transformers does not have.{hint}"
+        )
     return found
 
 
