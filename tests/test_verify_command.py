@@ -199,12 +199,13 @@ def test_the_command(copied: Path, llama: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert "whole" in done.out
     assert "largest relative error" in done.out
-    (copied / "README.md").write_text("another card \x1b[31m")
+    (copied / "README.md").write_text("another card")  # whoever publishes may write into it
+    (copied / "config.json").write_text((copied / "config.json").read_text() + "\n")
     (copied / "a\x1b[31m\udcff.txt").write_text("")
     done = run("verify", copied, "--no-load", "-q")
     assert (done.code, done.err) == (1, "")
     assert "DAMAGED" in done.out
-    assert "README.md is not what was written" in done.out
+    assert "config.json is not what was written" in done.out
     assert "\x1b" not in done.out
     done.out.encode()
     done = run("verify", copied, "--no-load", "--json", "-q")

@@ -123,6 +123,10 @@ def upload(api: Any, place: Place, files: dict[str, Path], removed: list[str], m
 
     with hub_errors(api, place):
         added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        # One file at a time: the client sends several from threads, which an interrupt would have to wait for.
+        for file in added:
+            api.preupload_lfs_files(place.repo_id, [file], revision=place.revision, create_pr=place.create_pr,
+                                    free_memory=False)  # fmt: skip
         return api.create_commit(place.repo_id, [*(CommitOperationDelete(name) for name in removed), *added],
                                  commit_message=message, revision=place.revision,
                                  create_pr=place.create_pr)  # fmt: skip
