@@ -45,7 +45,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_every_row_of_the_table_has_a_tiny_model() -> None:
-    assert set(FAMILIES) == set(ARCHITECTURES)
+    assert set(FAMILIES) <= set(ARCHITECTURES)  # the others: tests/test_vision_families.py
 
 
 @pytest.mark.parametrize("family", FAMILIES)
