@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fips import _register
 
 if TYPE_CHECKING:
+    from fips.benchmark import bench
     from fips.checkpoint.load import load
     from fips.checkpoint.quantizer import FipsConfig
     from fips.config import CompressionConfig, EvaluationConfig
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
     from fips.pipeline import compress
     from fips.publishing import PushConfig, push
     from fips.report import CompressionReport
+    from fips.workload import BenchConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "bench": "fips.benchmark",
     "compress": "fips.pipeline",
     "load": "fips.checkpoint.load",
     "evaluate": "fips.evaluation",
     "inspect": "fips.inspection",
     "push": "fips.publishing",
+    "BenchConfig": "fips.workload",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
     "EvaluationConfig": "fips.config",
@@ -35,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BenchConfig",
     "CompressionConfig",
     "CompressionReport",
     "EvaluationConfig",
@@ -42,6 +47,7 @@ __all__ = [
     "FipsError",
     "PushConfig",
     "__version__",
+    "bench",
     "compress",
     "evaluate",
     "inspect",

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from fips.calibrate import patches
-from fips.checkpoint.format import QUANT_METHOD
-from fips.checkpoint.load import load
+from fips.checkpoint.load import load_any
 from fips.checkpoint.record import read_report, record_evaluation
-from fips.checkpoint.source import locate, read_config
+from fips.checkpoint.source import locate
 from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
 from fips.data.images import looks_like_images, open_images, sample
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
 from fips.data.windows import capped_length, encoder_length
-from fips.errors import ConfigError, FipsError, SourceError
+from fips.errors import ConfigError
 from fips.inspection import sizes_of
 from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
 from fips.metrics.perplexity import Perplexity, perplexity
@@ -137,7 +136,7 @@ def evaluate(
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
             config = replace(config, dtype=results[0].score.protocol.dtype)
         progress.note(f"loading {name}")
-        loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)
+        loaded = load_any(folder, config.runtime, config.dtype, trust_remote_code=trust_remote_code).to(device)
         value = _measure(loaded, test, progress)
         del loaded
         gc.collect()
@@ -214,20 +213,3 @@ def _texts(config: EvaluationConfig, folder: Path, text: Text, tokenizer: Any, l
     paragraphs = [p.strip() for p in text.content.split("\n\n") if p.strip()][: config.limit]
     return TextTest(paragraphs, text.origin, text.sha256, tokenizer, encoder_length(length, model.config, tokenizer),
                     pooling_rule(folder), _BATCH_ITEMS // 4)  # fmt: skip
-
-
-def _load(folder: Path, config: EvaluationConfig, *, trust_remote_code: bool) -> Any:
-    options = {
-        "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-        "trust_remote_code": trust_remote_code,
-    }
-    description = read_config(folder).get("quantization_config") or {}
-    try:
-        if description.get("quant_method") == QUANT_METHOD:
-            return load(folder, config.runtime, **options)
-        stated = load_config(folder, trust_remote_code=trust_remote_code)
-        return model_class(stated, trust_remote_code=trust_remote_code).from_pretrained(folder, **options)
-    except FipsError:
-        raise
-    except Exception as error:  # loading runs code of many models and raises anything
-        raise SourceError(f"{folder} cannot be loaded: {error}") from error
