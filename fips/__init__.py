@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fips.pipeline import compress
     from fips.publishing import PushConfig, push
     from fips.report import CompressionReport
+    from fips.tasks import TaskConfig
     from fips.workload import BenchConfig
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "FipsConfig": "fips.checkpoint.quantizer",
     "FipsError": "fips.errors",
     "PushConfig": "fips.publishing",
+    "TaskConfig": "fips.tasks",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "FipsConfig",
     "FipsError",
     "PushConfig",
+    "TaskConfig",
     "__version__",
     "bench",
     "compress",

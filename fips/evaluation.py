@@ -21,6 +21,7 @@ from fips.data.windows import capped_length, encoder_length
 from fips.errors import ConfigError
 from fips.inspection import sizes_of
 from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
+from fips.metrics.harness import Tasks, TaskScores
 from fips.metrics.perplexity import Perplexity, perplexity
 from fips.metrics.similarity import Embeddings, TextTest, image_features, text_features
 from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads
@@ -28,8 +29,9 @@ from fips.models.sites import trunk_of
 from fips.plan import resolve_device
 from fips.progress import Progress
 from fips.report import Sizes, format_table
+from fips.tasks import TaskConfig
 
-Score = Perplexity | Accuracy | Embeddings
+Score = Perplexity | Accuracy | Embeddings | TaskScores
 _BATCH_PATCHES = 8192  # patches or tokens per pass; with more of them passes are no faster
 _BATCH_ITEMS = 64
 
@@ -40,8 +42,8 @@ class Measured:
 
     Attributes:
         model: Its path or Hub id.
-        score: What it gives: perplexity of a language model, accuracy of an image classifier, pooled features of
-            other models; each with its protocol.
+        score: What it gives: perplexity of a language model or its scores on tasks, accuracy of an image classifier,
+            pooled features of other models; each with its protocol.
         sizes: The three sizes.
     """
 
@@ -103,20 +105,21 @@ class Evaluation:
 def evaluate(
     model: str | os.PathLike[str],
     baseline: str | os.PathLike[str] | None = None,
-    config: EvaluationConfig | None = None,
+    config: EvaluationConfig | TaskConfig | None = None,
     *,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
     """What a compressed or dense checkpoint gives, and its dense baseline under the same protocol.
 
-    Of a language model that is the perplexity on a text; of an image classifier top-1, top-5 and the agreement with the
-    baseline on images; of any other model the cosine of its pooled features to the baseline's.
+    Of a language model that is the perplexity on a text, or scores on tasks of lm-eval; of an image classifier top-1,
+    top-5 and the agreement with the baseline on images; of any other model the cosine of its pooled features to the
+    baseline's.
 
     Args:
         model: Folder or Hub id, compressed or dense.
         baseline: Dense checkpoint measured under the same protocol.
-        config: Text or images, and protocol; the papers' WikiText-2 test set by default.
+        config: Text, images or tasks, and protocol; the papers' WikiText-2 test set by default.
         trust_remote_code: Whether Python code in the checkpoints may run.
         progress: Where progress goes.
 
@@ -127,7 +130,10 @@ def evaluate(
     device = resolve_device(config.device)
     folders = [locate(str(m)) for m in (model, baseline) if m is not None]
     configs = [load_config(folder, trust_remote_code=trust_remote_code) for folder in folders]
-    test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+    if isinstance(config, TaskConfig):
+        test = _tasks(config, folders[0], quiet=progress.verbosity < 0, trust_remote_code=trust_remote_code)
+    else:
+        test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
     if config.update_card:
         read_report(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
@@ -183,6 +189,13 @@ def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: b
         return accuracy(model, test, advance) if classifier else image_features(model, test, advance)
 
     return run
+
+
+def _tasks(config: TaskConfig, folder: Path, *, quiet: bool, trust_remote_code: bool) -> Test:
+    """Finds the tasks; the test then scores a model on them."""
+    tasks = Tasks(config)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return lambda model, _: tasks.run(model, tokenizer, quiet=quiet)
 
 
 def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
