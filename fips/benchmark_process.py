@@ -16,7 +16,7 @@ import torch
 from fips.checkpoint.load import load_any
 from fips.checkpoint.tokenizer import load_config
 from fips.errors import FipsError
-from fips.metrics.speed import speeds, synchronize
+from fips.metrics.speed import speeds, synchronize, touch
 from fips.models.kinds import model_class
 from fips.resources import reset_peak, resident_memory
 from fips.timings import BYTES, SECONDS, Series
@@ -46,6 +46,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     model = model.to(config.device).eval()
     synchronize(config.device)
     seconds = time.perf_counter() - started
+    loading = memory.read()
+    touch(model)
     gc.collect()
     loaded = memory.read()
     memory.reset_peak()
@@ -54,8 +56,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     tensors = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
     series = [Series("load time", None, SECONDS, (seconds,)),
               Series("weights", None, BYTES, (sum(tensors.values()),)),
-              Series("memory after loading", None, BYTES, (loaded[0],)),
-              Series("peak memory while loading", None, BYTES, (loaded[1],)),
+              Series("memory of the loaded model", None, BYTES, (loaded[0],)),
+              Series("peak memory while loading", None, BYTES, (loading[1],)),
               Series("peak memory while running", None, BYTES, (running[1],)), *rates]  # fmt: skip
     cuda = config.device == "cuda"
     return {"series": [vars(one) for one in series], "dtype": str(model.dtype).removeprefix("torch."),

@@ -1,6 +1,7 @@
 """How fast a loaded model runs: passes of random tokens or pixels, timed after a warm-up."""
 
 import inspect
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from fips.models.sites import trunk_of
 from fips.timings import Series
 from fips.workload import BenchConfig
 
-_PASSES = (3, 50)  # of one shape: at least and at most
-_SECONDS = 0.5  # with at least that many passes, enough
+_SECONDS = 0.5  # passes of one shape are repeated for so long
+_PASSES = 50  # or so many times
 
 
 def synchronize(device: str) -> None:
@@ -33,7 +34,7 @@ def speeds(model: Any, config: BenchConfig) -> list[Series]:
     """What a model does per second, for every batch size.
 
     Of a language model: tokens of the prompts that are read (prefill), and tokens generated greedily behind them one by
-    one (decode). Of other models: texts or images. One pass of every shape is not counted.
+    one (decode). Of other models: texts or images. Every shape is warmed up first; of its passes the median counts.
 
     Args:
         model: A loaded model.
@@ -75,6 +76,17 @@ def random_pixels(model: Any, batch: int, generator: torch.Generator) -> Tensor:
     return torch.randn(batch, int(getattr(config, "num_channels", 3)), height, width, generator=generator)
 
 
+@torch.inference_mode()
+def touch(model: Any) -> None:
+    """Runs a model on one token or image, so that weights that are read from disk on first use are in memory."""
+    trunk, device = trunk_of(model)[1], next(model.parameters()).device
+    if reads(trunk, model) == IMAGE_MODEL:
+        trunk(pixel_values=random_pixels(model, 1, torch.Generator().manual_seed(0)).to(device, model.dtype))
+    else:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+    synchronize(device.type)
+
+
 @dataclass(frozen=True)
 class _Timed:
     prefill: float  # seconds
@@ -83,10 +95,11 @@ class _Timed:
 
 def _generation(model: Any, ids: Tensor, new: int) -> list[Series]:
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    runs = _repeat(lambda: _generate(model, ids, new, options))
+    _generate(model, ids, 1, options)
+    runs = _repeat(partial(_generate, model, ids, new, options))
     batch, length = ids.shape
-    prefill = sorted(run.prefill for run in runs)[len(runs) // 2]
-    decode = sorted(run.decode for run in runs)[len(runs) // 2]
+    prefill = statistics.median(run.prefill for run in runs)
+    decode = statistics.median(run.decode for run in runs)
     return [Series("prefill", batch, "tokens/s", (batch * length / prefill,)),
             Series("decode", batch, "tokens/s", (batch * new / decode,))]  # fmt: skip
 
@@ -118,15 +131,14 @@ def _rate(unit: str, batch: int, device: str, run: Callable[[], object]) -> Seri
         synchronize(device)
         return time.perf_counter() - started
 
-    times = sorted(_repeat(timed))
-    return Series(unit, batch, f"{unit}/s", (batch / times[len(times) // 2],))
+    run()
+    return Series(unit, batch, f"{unit}/s", (batch / statistics.median(_repeat(timed)),))
 
 
 def _repeat(run: Callable[[], Any]) -> list[Any]:
-    """Results of a warm run, repeated until there are enough of them."""
-    run()
+    """Results of repeated runs: one of a slow model, many of a quick one."""
     results: list[Any] = []
     started = time.perf_counter()
-    while len(results) < _PASSES[0] or (time.perf_counter() - started < _SECONDS and len(results) < _PASSES[1]):
+    while not results or (time.perf_counter() - started < _SECONDS and len(results) < _PASSES):
         results.append(run())
     return results
