@@ -94,9 +94,8 @@ class _Timed:
 
 
 def _generation(model: Any, ids: Tensor, new: int) -> list[Series]:
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    _generate(model, ids, 1, options)
-    runs = _repeat(partial(_generate, model, ids, new, options))
+    _generate(model, ids, 1)
+    runs = _repeat(partial(_generate, model, ids, new))
     batch, length = ids.shape
     prefill = statistics.median(run.prefill for run in runs)
     decode = statistics.median(run.decode for run in runs)
@@ -104,21 +103,23 @@ def _generation(model: Any, ids: Tensor, new: int) -> list[Series]:
             Series("decode", batch, "tokens/s", (batch * new / decode,))]  # fmt: skip
 
 
-def _generate(model: Any, ids: Tensor, new: int, options: dict[str, int]) -> _Timed:
-    """Reads the prompts, then generates `new` tokens greedily."""
-    device = ids.device.type
+def _generate(model: Any, ids: Tensor, new: int) -> _Timed:
+    """Reads the prompts, then generates `new` tokens greedily; the name of the cache depends on transformers."""
+    device, taken = ids.device.type, inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+    name = "cache" if "cache" in taken else "past_key_values"
     synchronize(device)
     started = time.perf_counter()
     out = model(input_ids=ids, use_cache=True, **options)
     synchronize(device)
     read = time.perf_counter()
     for _ in range(new):
-        cache = getattr(out, "past_key_values", None)
+        cache = getattr(out, name, None)
         if cache is None:
             raise ArchitectureError(f"{type(model).__name__} keeps no cache between tokens; generating with it cannot "
                                     "be timed.")  # fmt: skip
         token = out.logits[:, -1:].argmax(-1)  # (batch, 1)
-        out = model(input_ids=token, past_key_values=cache, use_cache=True, **options)
+        out = model(input_ids=token, use_cache=True, **{name: cache}, **options)
     synchronize(device)
     return _Timed(read - started, time.perf_counter() - read)
 
