@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +14,10 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassifica
 
 import fips
 from fips import benchmark
-from fips.benchmark_process import measure
-from fips.errors import ConfigError, FipsError, FormatError, SourceError
-from fips.metrics.speed import speeds
-from fips.progress import Progress
+from fips.benchmark_process import _answer, measure
+from fips.checkpoint.load import load_any
+from fips.errors import ArchitectureError, ConfigError, SourceError
+from fips.metrics.speed import random_tokens, speeds
 from fips.resources import reset_peak, resident_memory
 from fips.timings import BYTES, Benched, Benchmark, Series
 from fips.workload import BenchConfig, parse_sizes
@@ -98,7 +99,7 @@ def test_without_a_baseline_the_runtimes_are_compared(compressed: Path) -> None:
 def test_the_same_seed_gives_the_same_inputs_to_every_model(llama: Path, compressed: Path) -> None:
     seen = []
     for folder in (llama, compressed):
-        model = fips.load(folder) if folder == compressed else fips.checkpoint.load.load_any(folder)
+        model = fips.load(folder) if folder == compressed else load_any(folder)
         ids: list[torch.Tensor] = []
         model.register_forward_pre_hook(lambda _, __, given, ids=ids: ids.append(given["input_ids"]), with_kwargs=True)
         rates = speeds(model, SMALL)
@@ -106,6 +107,29 @@ def test_the_same_seed_gives_the_same_inputs_to_every_model(llama: Path, compres
         assert {tuple(t.shape) for t in ids} == {(1, 8), (1, 1), (3, 8), (3, 1)}
         seen.append(next(t for t in ids if t.shape == (3, 8)))
     assert torch.equal(*seen)
+
+
+def test_seed_and_dtype_change_what_runs(llama: Path) -> None:
+    model = load_any(llama)
+    drawn = [random_tokens(model, (2, 8), torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+    for seed in (0, 1):
+        speeds(model, replace(SMALL, seed=seed, batch_sizes=(2,)))
+    assert len({tuple(t.flatten().tolist()) for t in seen if t.shape == (2, 8)}) == 2
+    with patch("torch.set_num_threads"):
+        found = measure(job(llama, replace(SMALL, dtype="bfloat16")))
+    assert found["dtype"] == "bfloat16"
+
+
+def test_a_language_model_without_a_cache_is_refused(llama: Path) -> None:
+    model = load_any(llama)
+    forward = type(model).forward
+    uncached = patch.object(type(model), "forward", lambda self, **kw: forward(self, **{**kw, "use_cache": False}))
+    with uncached, pytest.raises(ArchitectureError, match=r"LlamaForCausalLM.*no cache"):
+        speeds(model, SMALL)
 
 
 def test_an_encoder_and_an_image_model(tmp_path: Path) -> None:
@@ -220,9 +244,15 @@ def test_a_process_needs_neither_the_working_folder_nor_an_installed_fips(
     assert benchmark._run(job(compressed, runtime="packed"), "name")["dtype"] == "float32"
 
 
-def test_sizes_and_errors_are_public() -> None:
+def test_what_other_libraries_raise_is_told_too(compressed: Path) -> None:
+    with patch("fips.benchmark_process.measure", side_effect=RuntimeError("out of memory")):
+        assert _answer(job(compressed)) == {"error": "RuntimeError: out of memory", "kind": "FipsError"}
+
+
+def test_settings_are_public() -> None:
     assert parse_sizes("1, 8") == (1, 8)
-    assert issubclass(FormatError, FipsError)
-    assert Progress(-1).verbosity == -1
+    for wrong in ({"device": "tpu"}, {"dtype": "int8"}, {"repeats": 1.5}, {"seed": True}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            fips.BenchConfig(**wrong)
     with pytest.raises(ConfigError, match="batch_sizes"):
         fips.BenchConfig(batch_sizes=())

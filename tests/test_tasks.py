@@ -181,8 +181,11 @@ def test_a_task_of_ones_own_runs_offline(compressed: Path, llama: Path, folder: 
     assert result["value"] * 12 == pytest.approx(round(result["value"] * 12))
     assert found["packed"]["tasks"] == found["dense"]["tasks"]
     assert found["dense"]["baseline"]["tasks"][0]["documents"] == 12
-    limited = run("evaluate", compressed, *options, "--limit", "5")
-    assert json.loads(limited.out)["tasks"][0]["documents"] == 5
+    assert found["dense"]["protocol"]["batch_size"] == 8
+    limited = json.loads(run("evaluate", compressed, *options, "--limit", "5", "--num-fewshot", "1", "--batch-size",
+                             "2").out)  # fmt: skip
+    assert (limited["tasks"][0]["documents"], limited["tasks"][0]["shots"]) == (5, 1)
+    assert limited["protocol"]["batch_size"] == 2
 
 
 @needs_lm_eval
