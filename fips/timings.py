@@ -149,8 +149,8 @@ class Benchmark:
 
 
 def _worse(model: Benched, reference: Benched) -> list[str]:
-    """One sentence per quantity in which a model is worse than the reference."""
-    told = []
+    """One sentence per quantity in which a model is worse than the reference, and one for those that are not clear."""
+    told, unclear = [], []
     for ours, theirs in zip(model.series, reference.series, strict=True):
         if not ours.median or not theirs.median:
             continue
@@ -158,13 +158,18 @@ def _worse(model: Benched, reference: Benched) -> list[str]:
         if factor < _NOTICE:
             continue
         at = "" if ours.batch is None else f" at batch {ours.batch}"
-        if ours.unit == BYTES:
+        if max(min(ours.values), min(theirs.values)) <= min(max(ours.values), max(theirs.values)):
+            unclear.append(ours.what + at)
+        elif ours.unit == BYTES:
             how = f"{factor:.1f} times the memory of" if factor >= 2 else f"{_percent(factor)} more memory than"
             told.append(f"{model.label} takes {how} {reference.label} ({ours.name}).")
         elif factor >= 2:
             told.append(f"{model.label}: {ours.what}{at} is {factor:.1f} times slower than {reference.label}.")
         else:
             told.append(f"{model.label}: {ours.what}{at} takes {_percent(factor)} more time than {reference.label}.")
+    if unclear:
+        told.append(f"{model.label}: worse than {reference.label} in the median, but with repeats that overlap: "
+                    f"{', '.join(unclear)}.")  # fmt: skip
     return told
 
 

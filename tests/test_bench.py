@@ -177,6 +177,14 @@ def test_what_is_worse_is_said_plainly() -> None:
         assert compared(dense, other).startswith("Nothing is slower")
 
 
+def test_overlapping_repeats_are_no_proof() -> None:
+    dense = [Series("decode", 1, "tokens/s", (100.0, 60.0, 110.0)), Series("load time", None, "s", (1.0, 1.1, 1.2))]
+    other = [Series("decode", 1, "tokens/s", (50.0, 65.0, 51.0)), Series("load time", None, "s", (1.3, 1.4, 1.5))]
+    told = Benchmark((benched("dense", *dense), benched("packed", *other)), {}, {}).sentences()
+    assert told[0] == "packed: load time takes 27 % more time than dense."
+    assert told[1] == "packed: worse than dense in the median, but with repeats that overlap: decode at batch 1."
+
+
 def test_median_spread_and_a_restless_machine() -> None:
     steady = Series("decode", 1, "tokens/s", (100.0, 104.0, 101.0))
     assert (steady.median, steady.cell()) == (101.0, "101 (100-104)")
