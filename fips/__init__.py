@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fips import _register
 
 if TYPE_CHECKING:
+    from fips.benchmark import bench
     from fips.checkpoint.load import load
     from fips.checkpoint.quantizer import FipsConfig
     from fips.config import CompressionConfig, EvaluationConfig
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from fips.pipeline import compress
     from fips.publishing import PushConfig, push
     from fips.report import CompressionReport
+    from fips.tasks import TaskConfig
     from fips.verification import Verification, verify
+    from fips.workload import BenchConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "bench": "fips.benchmark",
     "compress": "fips.pipeline",
     "load": "fips.checkpoint.load",
     "evaluate": "fips.evaluation",
@@ -30,6 +34,7 @@ _HOMES = {
     "inspect": "fips.inspection",
     "push": "fips.publishing",
     "verify": "fips.verification",
+    "BenchConfig": "fips.workload",
     "CompressionConfig": "fips.config",
     "CompressionReport": "fips.report",
     "EvaluationConfig": "fips.config",
@@ -38,9 +43,11 @@ _HOMES = {
     "FipsError": "fips.errors",
     "PushConfig": "fips.publishing",
     "Verification": "fips.verification",
+    "TaskConfig": "fips.tasks",
 }
 
 __all__ = [
+    "BenchConfig",
     "CompressionConfig",
     "CompressionReport",
     "EvaluationConfig",
@@ -48,8 +55,10 @@ __all__ = [
     "FipsConfig",
     "FipsError",
     "PushConfig",
+    "TaskConfig",
     "Verification",
     "__version__",
+    "bench",
     "compress",
     "evaluate",
     "export",

@@ -183,6 +183,8 @@ def _evaluation(found: dict[str, Any]) -> str:
         how = (f"{protocol['text']} (sha256 `{protocol['text_sha256']}`), {protocol['windows']} windows of "
                f"{protocol['length']} tokens, {protocol['predicted']:,} predicted tokens, BOS "
                f"{protocol['bos']}; {protocol['method']}")  # fmt: skip
+    elif "tasks" in found:
+        rows, how = _tasks(found)
     elif "top1" in found:
         rows = [[f"{name[:3]}-{name[3:]}", _percent(found[name]), _percent(dense[name]) if dense else _UNMEASURED, ""]
                 for name in ("top1", "top5") if found[name] is not None]  # fmt: skip
@@ -200,6 +202,21 @@ def _evaluation(found: dict[str, Any]) -> str:
         f"\n\nProtocol: {how}; {protocol['dtype']} on {protocol['device']}, torch {protocol['torch']}, transformers "
         f"{protocol['transformers']}."
     )
+
+
+def _tasks(found: dict[str, Any]) -> tuple[list[list[str]], str]:
+    """Rows, the last column of which is a difference, and the protocol, of scores on tasks of lm-eval."""
+    pairs = zip(found["tasks"], found["baseline"]["tasks"] if found["baseline"] else found["tasks"], strict=True)
+    rows = []
+    for ours, dense in pairs:
+        shown = [f"{one['value']:.4f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.4f}")
+                 for one in (ours, dense)]  # fmt: skip
+        name = f"{ours['task']} {ours['metric']} ({ours['shots']}-shot, version {ours['version']})"
+        rows.append([name, *shown, f"{ours['value'] - dense['value']:+.4f}"] if found["baseline"]
+                    else [name, shown[0], _UNMEASURED, ""])  # fmt: skip
+    protocol = found["protocol"]
+    limit = "all documents" if protocol["limit"] is None else f"the first {protocol['limit']} documents of every task"
+    return rows, f"lm-eval {protocol['lm_eval']}, {limit}"
 
 
 def _percent(share: float) -> str:

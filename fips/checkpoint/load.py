@@ -1,7 +1,10 @@
-"""Loads a compressed checkpoint, with the runtime of one's choice."""
+"""Loads a compressed checkpoint with the runtime of one's choice, or any checkpoint."""
 
 import os
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig
 
@@ -9,7 +12,8 @@ from fips.checkpoint.format import QUANT_METHOD, check_version
 from fips.checkpoint.quantizer import FipsConfig
 from fips.checkpoint.reload import stored_tensors
 from fips.checkpoint.source import locate, read_config, require_depth, weight_paths
-from fips.errors import FipsError, FormatError
+from fips.checkpoint.tokenizer import load_config
+from fips.errors import FipsError, FormatError, SourceError
 from fips.models.kinds import model_class
 
 
@@ -49,3 +53,36 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
     except Exception as error:  # loading runs code of many models and raises anything
         raise FormatError(f"{folder} cannot be loaded: {error}") from error
     return model
+
+
+def is_compressed(folder: Path) -> bool:
+    """Whether a checkpoint folder was compressed by fips."""
+    description = read_config(folder).get("quantization_config")
+    return isinstance(description, dict) and description.get("quant_method") == QUANT_METHOD
+
+
+def load_any(folder: Path, runtime: str = "dense", dtype: str = "auto", *, trust_remote_code: bool = False) -> Any:
+    """Loads a checkpoint, compressed or dense, as a model of its own class.
+
+    Args:
+        folder: The checkpoint.
+        runtime: How a compressed one is loaded.
+        dtype: Name of a dtype, or "auto" for the checkpoint's.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+
+    Raises:
+        FipsError: If it cannot be loaded.
+    """
+    options: dict[str, Any] = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "trust_remote_code": trust_remote_code,
+    }
+    try:
+        if is_compressed(folder):
+            return load(folder, runtime, **options)
+        stated = load_config(folder, trust_remote_code=trust_remote_code)
+        return model_class(stated, trust_remote_code=trust_remote_code).from_pretrained(folder, **options)
+    except FipsError:
+        raise
+    except Exception as error:  # loading runs code of many models and raises anything
+        raise SourceError(f"{folder} cannot be loaded: {error}") from error

@@ -21,6 +21,7 @@ from fips.config import RUNTIMES
 from fips.errors import ConfigError, FormatError
 from fips.models.skeleton import disk_renamer, map_names
 from fips.models.surgery import LinearShape, check_values, densify_, install_
+from fips.resources import release_memory
 
 
 class FipsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -88,6 +89,7 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         if self.quantization_config.runtime == "dense":
             densify_(model)
+            release_memory()  # the factors' place, which is as large as they are
             self.remove_quantization_config(model)
         else:
             check_values(model)

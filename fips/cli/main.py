@@ -12,6 +12,7 @@ from fips import __version__
 from fips.errors import FipsError
 
 _COMMANDS = {
+    "bench": "Speed and memory of a compressed checkpoint in both runtimes, beside its dense source.",
     "compress": "Compress a checkpoint and write one that loads with from_pretrained.",
     "evaluate": "Perplexity or accuracy, and sizes, of a checkpoint, beside its dense baseline.",
     "export": "Write a compressed checkpoint as an ordinary dense one, which loads without fips.",

@@ -47,6 +47,14 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     return found
 
 
+def writes_text(config: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether a checkpoint is one of a language model, as far as its config tells."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = model_class(config, trust_remote_code=trust_remote_code).__name__
+    return name == _REMOTE or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """A model of the checkpoint's class with random weights."""
     kind = model_class(config, trust_remote_code=trust_remote_code)
