@@ -53,6 +53,8 @@ def calibration_images(plan: Plan, config: CompressionConfig, report: Compressio
     """Chosen images of a folder, a table or a data set; none is decoded yet."""
     images = open_images(str(config.calibration), "train")
     chosen = sample(images, config.calibration_images, torch.Generator().manual_seed(config.seed))
+    if config.augment:  # few images are seen again and again, flipped and cropped in other ways
+        chosen = (chosen * (config.calibration_images // max(len(chosen), 1) + 1))[: config.calibration_images]
     if len(chosen) < config.calibration_images:
         report.notes.append(f"{images.origin} gives {len(chosen):,} images; {config.calibration_images:,} were asked "
                             "for.")  # fmt: skip

@@ -19,10 +19,8 @@ RECIPES = ("default", "paper")
 BOS_RULES = ("auto", "every", "first", "none")
 RUNTIMES = ("dense", "packed")
 
-_GRADIENT_ONLY = frozenset(
-    {"schedule", "steps", "learning_rate", "weight_decay", "mask_interval"}
-)
-_MOMENTS_ONLY = frozenset({"rounds", "basis", "target_size", "polish"})
+GRADIENT_ONLY = frozenset({"schedule", "steps", "learning_rate", "weight_decay", "mask_interval"})
+MOMENTS_ONLY = frozenset({"rounds", "basis", "target_size", "polish"})
 _NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), float | None: (int, float, type(None))}
 DEFAULT_BUDGET = 0.5
 DEFAULT_SPARSITY = 0.75
@@ -66,7 +64,7 @@ class CompressionConfig:
             For an image model: a folder of images, a .parquet or .arrow file, or a Hub data set id.
         calibration_tokens: Tokens of calibration text.
         calibration_images: Images, of every class equally many where they are labelled.
-        augment: Whether calibration images are flipped and cropped at random.
+        augment: Whether they are flipped and cropped at random; if they are too few, each in several ways.
         sequence_length: Tokens per calibration sequence, capped by the model's maximum.
         solver: "moments": second-order solves on second moments of the activations. "gradient": the paper's AdamW on
             the activations themselves.
@@ -75,7 +73,7 @@ class CompressionConfig:
             lower the error on held-out batches.
         objective: What is reconstructed: every linear's output (Eq. 1, "linear"), the output of the MLP ("mlp"), or of
             the whole block ("block"). The moments solver weighs outputs by their effect on the block's output: with
-            "mlp" those of up-type matrices, with "block" those of down-type matrices too.
+            "mlp" those of up-type matrices, with "block", its default, all. The default of gradient steps is "mlp".
         inputs: Activations of the original model ("dense") or of the already compressed prefix ("compressed").
         schedule: Gradient solver: gradual pruning, the paper's accelerated schedule or Zhu and Gupta's.
         steps: Gradient solver: optimizer steps per group. With either solver 0 leaves the truncated SVD, pruned once.
@@ -107,7 +105,7 @@ class CompressionConfig:
     solver: str = "moments"
     rounds: int = 6
     polish: int = 0
-    objective: str = "mlp"
+    objective: str | None = None
     inputs: str = "dense"
     schedule: str = "accelerated"
     steps: int = 200
@@ -135,6 +133,11 @@ class CompressionConfig:
     def second_order(self) -> bool:
         """Whether the moments solver runs; without steps only the truncated SVD is left of either solver."""
         return self.solver == "moments" and self.steps > 0
+
+    @property
+    def objectives(self) -> tuple[str, str]:
+        """What the moments solver reconstructs, and what gradient steps do."""
+        return self.objective or "block", self.objective or "mlp"
 
     @property
     def effective_budget(self) -> float:
@@ -176,8 +179,8 @@ class CompressionConfig:
         _require(self.calibration_tokens >= self.sequence_length, "calibration_tokens", self.calibration_tokens, wanted)
 
     def _check_choices(self) -> None:
-        choices = {"solver": SOLVERS, "basis": BASES, "objective": OBJECTIVES, "inputs": INPUTS, "schedule": SCHEDULES,
-                   "device": DEVICES, "dtype": DTYPES}  # fmt: skip
+        choices = {"solver": SOLVERS, "basis": BASES, "inputs": INPUTS, "schedule": SCHEDULES, "device": DEVICES,
+                   "dtype": DTYPES, **({"objective": OBJECTIVES} if self.objective is not None else {})}  # fmt: skip
         for name, allowed in choices.items():
             _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
 
@@ -198,7 +201,7 @@ class CompressionConfig:
             settings.pop("sparsity", None)
         config = cls(**settings)
         gradient = config.solver == "gradient"
-        foreign, other = (_MOMENTS_ONLY, "moments") if gradient else (_GRADIENT_ONLY, "gradient")
+        foreign, other = (MOMENTS_ONLY, "moments") if gradient else (GRADIENT_ONLY, "gradient")
         for name in sorted(foreign.intersection(overrides)):
             if not (name == "steps" and overrides[name] == 0):
                 raise ConfigError(f"{name} is a setting of the {other} solver; add --solver {other}, or leave it out.")
@@ -225,6 +228,7 @@ class EvaluationConfig:
         device: Where the models run.
         dtype: dtype the models run in; "auto" takes the checkpoint's, for the baseline too.
         runtime: How a compressed checkpoint is loaded, "dense" or "packed".
+        update_card: Whether the result is added to the report and model card of a compressed folder.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -239,6 +243,7 @@ class EvaluationConfig:
     device: str = "auto"
     dtype: str = "auto"
     runtime: str = "dense"
+    update_card: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values that cannot work."""

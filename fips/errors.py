@@ -43,3 +43,7 @@ class FormatError(FipsError):
 
 class OutputError(FipsError):
     """The output folder cannot be written."""
+
+
+class HubError(FipsError):
+    """The Hub cannot be reached, refuses, or holds something other than what was sent."""

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from fips.calibrate import patches
-from fips.checkpoint.format import QUANT_METHOD
-from fips.checkpoint.load import load
-from fips.checkpoint.source import locate, read_config
+from fips.checkpoint.load import load_any
+from fips.checkpoint.record import read_report, record_evaluation
+from fips.checkpoint.source import locate
 from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
 from fips.data.images import looks_like_images, open_images, sample
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
 from fips.data.windows import capped_length, encoder_length
-from fips.errors import ConfigError, FipsError, SourceError
+from fips.errors import ConfigError
 from fips.inspection import sizes_of
 from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
+from fips.metrics.harness import Tasks, TaskScores
 from fips.metrics.perplexity import Perplexity, perplexity
 from fips.metrics.similarity import Embeddings, TextTest, image_features, text_features
 from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads
@@ -28,8 +29,9 @@ from fips.models.sites import trunk_of
 from fips.plan import resolve_device
 from fips.progress import Progress
 from fips.report import Sizes, format_table
+from fips.tasks import TaskConfig
 
-Score = Perplexity | Accuracy | Embeddings
+Score = Perplexity | Accuracy | Embeddings | TaskScores
 _BATCH_PATCHES = 8192  # patches or tokens per pass; with more of them passes are no faster
 _BATCH_ITEMS = 64
 
@@ -40,8 +42,8 @@ class Measured:
 
     Attributes:
         model: Its path or Hub id.
-        score: What it gives: perplexity of a language model, accuracy of an image classifier, pooled features of
-            other models; each with its protocol.
+        score: What it gives: perplexity of a language model or its scores on tasks, accuracy of an image classifier,
+            pooled features of other models; each with its protocol.
         sizes: The three sizes.
     """
 
@@ -103,20 +105,21 @@ class Evaluation:
 def evaluate(
     model: str | os.PathLike[str],
     baseline: str | os.PathLike[str] | None = None,
-    config: EvaluationConfig | None = None,
+    config: EvaluationConfig | TaskConfig | None = None,
     *,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
     """What a compressed or dense checkpoint gives, and its dense baseline under the same protocol.
 
-    Of a language model that is the perplexity on a text; of an image classifier top-1, top-5 and the agreement with the
-    baseline on images; of any other model the cosine of its pooled features to the baseline's.
+    Of a language model that is the perplexity on a text, or scores on tasks of lm-eval; of an image classifier top-1,
+    top-5 and the agreement with the baseline on images; of any other model the cosine of its pooled features to the
+    baseline's.
 
     Args:
         model: Folder or Hub id, compressed or dense.
         baseline: Dense checkpoint measured under the same protocol.
-        config: Text or images, and protocol; the papers' WikiText-2 test set by default.
+        config: Text, images or tasks, and protocol; the papers' WikiText-2 test set by default.
         trust_remote_code: Whether Python code in the checkpoints may run.
         progress: Where progress goes.
 
@@ -127,30 +130,44 @@ def evaluate(
     device = resolve_device(config.device)
     folders = [locate(str(m)) for m in (model, baseline) if m is not None]
     configs = [load_config(folder, trust_remote_code=trust_remote_code) for folder in folders]
-    test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+    if isinstance(config, TaskConfig):
+        test = _tasks(config, folders[0], quiet=progress.verbosity < 0, trust_remote_code=trust_remote_code)
+    else:
+        test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+    if config.update_card:
+        read_report(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     results: list[Measured] = []
     for name, folder, size in zip((model, baseline), folders, sizes, strict=False):
         if results and config.dtype == "auto":  # one protocol: the baseline runs in the model's dtype
             config = replace(config, dtype=results[0].score.protocol.dtype)
         progress.note(f"loading {name}")
-        loaded = _load(folder, config, trust_remote_code=trust_remote_code).to(device)
+        loaded = load_any(folder, config.runtime, config.dtype, trust_remote_code=trust_remote_code).to(device)
         value = _measure(loaded, test, progress)
         del loaded
         gc.collect()
         results.append(Measured(str(name), value, size))
-    return Evaluation(results[0], results[1] if len(results) > 1 else None)
+    evaluation = Evaluation(results[0], results[1] if len(results) > 1 else None)
+    if config.update_card:
+        record_evaluation(folders[0], evaluation.to_dict())
+    return evaluation
 
 
 Test = Callable[[Any, Callable[[int], object]], Score]
 
 
 def _measure(model: Any, test: Test, progress: Progress) -> Score:
-    progress.start_group("evaluation", 0)
+    language = reads(trunk_of(model)[1], model) == LANGUAGE_MODEL
+    progress.start_group("perplexity" if language else "accuracy" if _classifies(model) else "features", 0)
     try:
         return test(model, lambda done: progress.step(done))
     finally:
         progress.close()
+
+
+def _classifies(model: Any) -> bool:
+    """Whether a model gives classes of images."""
+    return "ForImageClassification" in type(model).__name__
 
 
 def _wants_images(config: EvaluationConfig, model: Any) -> bool:
@@ -174,10 +191,16 @@ def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: b
     def run(model: Any, advance: Callable[[int], object]) -> Score:
         if reads(trunk_of(model)[1], model) != IMAGE_MODEL:
             raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
-        classifier = "ForImageClassification" in type(model).__name__
-        return accuracy(model, test, advance) if classifier else image_features(model, test, advance)
+        return accuracy(model, test, advance) if _classifies(model) else image_features(model, test, advance)
 
     return run
+
+
+def _tasks(config: TaskConfig, folder: Path, *, quiet: bool, trust_remote_code: bool) -> Test:
+    """Finds the tasks; the test then scores a model on them."""
+    tasks = Tasks(config)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return lambda model, _: tasks.run(model, tokenizer, quiet=quiet)
 
 
 def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
@@ -208,20 +231,3 @@ def _texts(config: EvaluationConfig, folder: Path, text: Text, tokenizer: Any, l
     paragraphs = [p.strip() for p in text.content.split("\n\n") if p.strip()][: config.limit]
     return TextTest(paragraphs, text.origin, text.sha256, tokenizer, encoder_length(length, model.config, tokenizer),
                     pooling_rule(folder), _BATCH_ITEMS // 4)  # fmt: skip
-
-
-def _load(folder: Path, config: EvaluationConfig, *, trust_remote_code: bool) -> Any:
-    options = {
-        "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-        "trust_remote_code": trust_remote_code,
-    }
-    description = read_config(folder).get("quantization_config") or {}
-    try:
-        if description.get("quant_method") == QUANT_METHOD:
-            return load(folder, config.runtime, **options)
-        stated = load_config(folder, trust_remote_code=trust_remote_code)
-        return model_class(stated, trust_remote_code=trust_remote_code).from_pretrained(folder, **options)
-    except FipsError:
-        raise
-    except Exception as error:  # loading runs code of many models and raises anything
-        raise SourceError(f"{folder} cannot be loaded: {error}") from error

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from fips.calibrate import calibrate, check_calibration
 from fips.checkpoint.card import write_card
+from fips.checkpoint.folder import file_digest
 from fips.checkpoint.format import REPORT_NAME
+from fips.checkpoint.origin import origin_of
+from fips.checkpoint.plot import draw_groups
+from fips.checkpoint.record import side_digests
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
-from fips.checkpoint.save import CheckpointWriter, file_digest, write_json
+from fips.checkpoint.save import CheckpointWriter, write_json
 from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
@@ -57,6 +61,7 @@ def compress(
     source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
+    report.origin = origin_of(source)
     calibration = calibrate(plan, config, report, progress)
     with output_folder(out, overwrite=overwrite) as folder:
         writer = CheckpointWriter(source, folder, plan.cast)
@@ -67,15 +72,17 @@ def compress(
         report.calibration = calibration.to_dict()
         _finish_report(report, writer, started)
         write_json(folder / REPORT_NAME, report.to_dict())
-        write_card(folder, report)
+        write_card(folder, report.to_dict())
     return report
 
 
 def _finish_report(report: CompressionReport, writer: CheckpointWriter, started: float) -> None:
-    files = weight_files(writer.folder)
-    tensors = {name: info for name, (_, info) in stored_tensors(files).items()}
+    tensors = {name: info for name, (_, info) in stored_tensors(weight_files(writer.folder)).items()}
     report.sizes = compressed_sizes(writer.groups, tensors)
+    files = weight_files(writer.folder)
     report.files = {path.name: file_digest(path) for path in files}
+    draw_groups(writer.folder, report.to_dict()["groups"])
+    report.side_files = side_digests(writer.folder, report.files)
     report.verified = True
     skipped = report.calibration.get("skipped")
     if skipped:

@@ -115,6 +115,8 @@ class CompressionReport:
         seconds: Wall time of the whole run.
         peak_memory_bytes: Largest resident memory of the process.
         files: Weights file → SHA-256.
+        side_files: Every other file → SHA-256, but for the model card and the report itself.
+        origin: What is known of the source: name, Hub id, commit, task, and what its model card says.
         verified: Whether the written folder was read back and compared bit by bit.
         notes: What the user should know: dead features, few tokens, chosen calibration.
     """
@@ -131,6 +133,8 @@ class CompressionReport:
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     files: dict[str, str] = field(default_factory=dict)
+    side_files: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
     notes: list[str] = field(default_factory=list)
 

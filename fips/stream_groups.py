@@ -116,7 +116,7 @@ def _solved(
     biases: Mapping[str, torch.Tensor],
 ) -> tuple[Reconstruction, list[torch.Tensor]]:
     """Second-order solves; the moments are gone afterwards."""
-    objective = run.config.objective
+    objective = run.config.objectives[0]
     moments = collect_moments(views, stream, None if objective == "linear" else run.config.seed)
     problem = GroupProblem.of(group, weights, biases, moments, objective)
     return solve_group(group, problem, run.config, run.progress.step, dtype=run.plan.dtype), moments.ahead

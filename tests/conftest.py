@@ -1,6 +1,7 @@
 """Shared fixtures: one thread, no network, one tiny compressed model per session."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,6 +12,9 @@ import torch
 
 import fips
 from tests.families import random_text, write_model
+from tests.hub_client import point_at
+from tests.hub_server import hub_server
+from tests.hub_state import HubServer
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
@@ -50,3 +54,18 @@ def compressed(llama: Path, calibration: Path, tmp_path_factory: pytest.TempPath
     out = tmp_path_factory.mktemp("compressed") / "out"
     fips.compress(llama, out, fips.CompressionConfig(**SETTINGS, calibration=str(calibration)))
     return out
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """A Hub that the client takes for the real one; alice is logged in. An installed hf_xet would not speak to it."""
+    with hub_server() as server:
+        point_at(monkeypatch, tmp_path, server.url)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares every compression the quarter of a second of its picture, but in tests of the picture."""
+    if "picture" not in request.node.name:
+        monkeypatch.setattr("fips.pipeline.draw_groups", lambda *_: None)

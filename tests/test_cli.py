@@ -150,9 +150,9 @@ def test_verbose_shows_the_traceback_of_an_error(llama: Path, tmp_path: Path) ->
 def test_help_version_and_wrong_commands() -> None:
     done = run("--help")
     assert done.code == 0
-    assert all(name in done.out for name in ("compress", "evaluate", "inspect"))
+    assert all(name in done.out for name in ("bench", "compress", "evaluate", "inspect", "push"))
     assert run("--version").out.strip() == f"fips, version {fips.__version__}"
-    for command in ("compress", "evaluate", "inspect"):
+    for command in ("bench", "compress", "evaluate", "inspect", "push"):
         done = run(command, "--help")
         assert done.code == 0
         assert "--json" in done.out

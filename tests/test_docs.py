@@ -23,7 +23,7 @@ each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.r
 def options(command: click.Command) -> Iterator[str]:
     """Every option of a command and of the commands below it."""
     for parameter in command.params:
-        yield from parameter.opts
+        yield from [*parameter.opts, *parameter.secondary_opts]
     if isinstance(command, click.Group):
         for name in command.list_commands(click.Context(command)):
             child = command.get_command(click.Context(command), name)

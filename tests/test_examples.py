@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+CLASSIFIER = Path(__file__).parent / "data" / "vit-fmnist-scratch"
 SMALL = ("--calibration-tokens", "128", "--sequence-length", "32", "--rounds", "1")
 
 
@@ -28,7 +31,40 @@ def test_compress_llm_without_any_data(llama: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("example", "arguments"), [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", [])])
+def write_images(folder: Path, count: int) -> Path:
+    """Images of noise, as many of every class of the classifier."""
+    generator = torch.Generator().manual_seed(count)
+    for label in ("T-shirt_top", "Trouser", "Ankle boot"):
+        (folder / label).mkdir(parents=True)
+        for number in range(count):
+            pixels = torch.randint(256, (28, 28), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / label / f"{number}.png")
+    return folder
+
+
+def test_compress_vit(tmp_path: Path) -> None:
+    train, test = write_images(tmp_path / "train", 8), write_images(tmp_path / "test", 2)
+    done = _run("compress_vit.py", CLASSIFIER, "out", "--images", train, "--test", test, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "agreement" in done.stdout
+    assert "24 images; 2,560 were asked for" in done.stdout
+    assert done.stdout.splitlines()[-1] == "ViTForImageClassification: 805,130 parameters in memory"
+
+
+def test_demo_vision(tmp_path: Path) -> None:
+    write_images(tmp_path / "assets" / "fashion-mnist" / "train", 8)
+    write_images(tmp_path / "assets" / "fashion-mnist" / "test", 2)
+    done = _run("demo_vision.py", "--limit", 3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "top-1" in done.stdout
+    assert "3 images, labels matched by name" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [("compress_llm.py", ["nowhere/", "out"]), ("demo.py", []), ("demo_vision.py", []), ("push.py", ["nowhere", "a/b"]),
+     ("compress_vit.py", [CLASSIFIER, "out", "--images", "nowhere/", "--test", "nowhere/"])],
+)  # fmt: skip
 def test_failure_is_one_line(example: str, arguments: list[str], tmp_path: Path) -> None:
     done = _run(example, *arguments, cwd=tmp_path)
     assert done.returncode == 1

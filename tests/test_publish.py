@@ -281,6 +281,7 @@ def test_the_card_of_a_model_in_the_current_folder_names_it(
     monkeypatch.chdir(llama)
     fips.compress(".", tmp_path / "out", settings())
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"base_model: {llama.name}\n" in card
+    assert f"\n# {llama.name}-fips\n" in card
+    assert "base_model" not in card  # that would be an id on the Hub
     assert json.loads((tmp_path / "out" / "fips_report.json").read_text())["versions"]["threads"] == "1"
     assert tokenizer().bos_token == "<s>"

@@ -14,8 +14,8 @@ from fips.errors import ArchitectureError
 from fips.models.discover import discover
 from fips.plan import make_plan
 from tests.test_families import rebuilt
-from tests.test_vision_families import check_replay, outputs, quick
-from tests.vision_families import REFUSED, UNLISTED, load_dense, write_images, write_kind
+from tests.test_vision_kinds import check_replay, outputs, quick
+from tests.vision_kinds import REFUSED, UNLISTED, load_dense, write_images, write_kind
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Tiny random image models and text encoders, written to disk as real checkpoints, and small folders of images."""
+"""Tiny random image models and text encoders, written to disk as real checkpoints, and images for them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,206 +13,104 @@ from transformers import models as hf
 
 from tests.families import tokenizer
 
-CLASSES = ("cat", "tabby cat, tiger", "dog", "red fox", "owl", "newt", "hen")
-SIDE = 24  # of the images that image models take
-_NAMES = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: i for i, name in enumerate(CLASSES)}}
-_WIDTHS = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
-_IMAGE = {**_WIDTHS, "image_size": SIDE, "patch_size": 6}
-_BOTH = ("CLIPModel", "SiglipModel")  # towers for texts and for images
-_TEXT = {**_WIDTHS, "vocab_size": 96, "max_position_embeddings": 64}
-_DINO = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": SIDE, "patch_size": 6,
-         "mlp_ratio": 3}  # fmt: skip
-# Patch grids of 13, 7 and 4 with windows of 3: every stage is padded, the second block of a stage is shifted.
-_SWIN = {"image_size": 26, "patch_size": 2, "embed_dim": 16, "depths": [2, 2, 2], "num_heads": [2, 2, 4],
-         "window_size": 3, "mlp_ratio": 3.0}  # fmt: skip
-
-
-def _two_towers(family: str) -> Any:
-    config = getattr(hf, family)
-    text, vision, whole = (getattr(config, n) for n in (
-        ("CLIPTextConfig", "CLIPVisionConfig", "CLIPConfig") if family == "clip" else
-        ("SiglipTextConfig", "SiglipVisionConfig", "SiglipConfig")))  # fmt: skip
-    ends = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
-    towers = {"text_config": text(**_TEXT, **ends).to_dict(), "vision_config": vision(**_IMAGE).to_dict()}
-    return whole(**towers, projection_dim=16) if family == "clip" else whole(**towers)
+_VIT = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 24,
+        "patch_size": 8}  # fmt: skip
+_TEXT = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "vocab_size": 96, "max_position_embeddings": 64}  # fmt: skip
+_DINO = {"hidden_size": 32, "mlp_ratio": 3, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 24,
+         "patch_size": 8}  # fmt: skip
+# Windows of 3 do not divide the grids of 10, 5 and 3, so that padding and shifts happen.
+_SWIN = {"embed_dim": 16, "depths": [2, 2, 1], "num_heads": [2, 2, 4], "window_size": 3, "image_size": 20,
+         "patch_size": 2, "mlp_ratio": 3}  # fmt: skip
+_LABELS = {"id2label": {0: "cat", 1: "dog", 2: "tree house"}, "label2id": {"cat": 0, "dog": 1, "tree house": 2}}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A class of models.
+class Family:
+    """A tiny model.
 
     Attributes:
-        name: Its name in transformers.
-        config: Makes a tiny config.
-        options: Arguments of its constructor.
-        matrices: How many it has.
-        stages: Numbers of the last blocks of all stages.
+        row: Its row in the table of architectures.
+        architecture: Class in transformers.
+        config: Makes its config.
+        blocks: How many blocks are compressed.
     """
 
-    name: str
-    config: Any
-    options: Mapping[str, Any] | None = None
-    matrices: int = 6
-    stages: tuple[int, ...] = (2,)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it is a text encoder."""
-        return getattr(transformers, self.name).main_input_name == "input_ids" and self.name not in _BOTH
+    row: str
+    architecture: str
+    config: Callable[[], Any]
+    blocks: int = 3
 
 
-def _kinds() -> dict[str, Kind]:
-    vit = lambda: hf.vit.ViTConfig(**_IMAGE, **_NAMES)  # noqa: E731
-    deit = lambda: hf.deit.DeiTConfig(**_IMAGE, **_NAMES)  # noqa: E731
-    beit = lambda: hf.beit.BeitConfig(**_IMAGE, **_NAMES, use_relative_position_bias=True)  # noqa: E731
-    dino = lambda: hf.dinov2.Dinov2Config(**_DINO, **_NAMES)  # noqa: E731
-    swin = lambda: hf.swin.SwinConfig(**_SWIN, **_NAMES)  # noqa: E731
-    bert = lambda: hf.bert.BertConfig(**_TEXT, pad_token_id=0, **_NAMES)  # noqa: E731
-    clip = lambda: hf.clip.CLIPVisionConfig(**_IMAGE, projection_dim=16)  # noqa: E731
-    return {
-        "vit": Kind("ViTForImageClassification", vit),
-        "vit backbone": Kind("ViTModel", vit),
-        "vit without pooler": Kind("ViTModel", vit, {"add_pooling_layer": False}),
-        "deit": Kind("DeiTForImageClassification", deit),
-        "deit with teacher": Kind("DeiTForImageClassificationWithTeacher", deit),
-        "beit": Kind("BeitForImageClassification", beit),
-        "dinov2 backbone": Kind("Dinov2Model", dino),
-        "dinov2": Kind("Dinov2ForImageClassification", dino),
-        "swin": Kind("SwinForImageClassification", swin, None, 12, (1, 3, 5)),
-        "swin backbone": Kind("SwinModel", swin, None, 12, (1, 3, 5)),
-        "clip": Kind("CLIPModel", lambda: _two_towers("clip")),
-        "clip_vision_model": Kind("CLIPVisionModel", clip),
-        "clip vision with projection": Kind("CLIPVisionModelWithProjection", clip),
-        "siglip": Kind("SiglipModel", lambda: _two_towers("siglip")),
-        "siglip_vision_model": Kind("SiglipVisionModel", lambda: hf.siglip.SiglipVisionConfig(**_IMAGE)),
-        "bert": Kind("BertModel", bert),
-        "bert without pooler": Kind("BertModel", bert, {"add_pooling_layer": False}),
-        "bert masked": Kind("BertForMaskedLM", bert),
-        "bert classifier": Kind("BertForSequenceClassification", bert),
-        "roberta": Kind("RobertaModel", lambda: hf.roberta.RobertaConfig(**{**_TEXT, "max_position_embeddings": 66},
-                                                                         pad_token_id=1)),
-    }  # fmt: skip
+def _two_towers(kind: Any) -> Any:
+    return kind(text_config=_TEXT, vision_config=_VIT)
 
 
-def _unlisted() -> dict[str, Kind]:
-    pyramid = {"image_size": 32, "depths": [2, 2, 2, 2], "hidden_sizes": [8, 16, 24, 32]}
-    attended = {**pyramid, "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [4, 4, 3, 3]}
-    four = (16, (1, 3, 5, 7))
-    mae = lambda: hf.vit_mae.ViTMAEConfig(**_IMAGE)  # noqa: E731
-    return {
-        "swinv2": Kind("Swinv2ForImageClassification", lambda: hf.swinv2.Swinv2Config(**_SWIN), None, 12, (1, 3, 5)),
-        "donut": Kind("DonutSwinModel", lambda: hf.donut.DonutSwinConfig(**_SWIN), None, 12, (1, 3, 5)),
-        "pvt": Kind("PvtForImageClassification",
-                    lambda: hf.pvt.PvtConfig(**attended, sequence_reduction_ratios=[4, 2, 2, 1]), None, *four),
-        "convnext": Kind("ConvNextForImageClassification", lambda: hf.convnext.ConvNextConfig(**pyramid), None, *four),
-        "vit mae": Kind("ViTMAEModel", mae),
-        "data2vec": Kind("Data2VecVisionForImageClassification",
-                         lambda: hf.data2vec.Data2VecVisionConfig(**_IMAGE, use_relative_position_bias=True)),
-        "ijepa": Kind("IJepaForImageClassification", lambda: hf.ijepa.IJepaConfig(**_IMAGE)),
-        "dinov2 registers": Kind("Dinov2WithRegistersModel",
-                                 lambda: hf.dinov2_with_registers.Dinov2WithRegistersConfig(**_DINO)),
-        "dinov3": Kind("DINOv3ViTModel", lambda: hf.dinov3_vit.DINOv3ViTConfig(**_IMAGE)),
-        "distilbert": Kind("DistilBertForMaskedLM", lambda: hf.distilbert.DistilBertConfig(
-            dim=32, hidden_dim=80, n_layers=3, n_heads=4, vocab_size=96, max_position_embeddings=64)),
-        "electra": Kind("ElectraModel", lambda: hf.electra.ElectraConfig(**_TEXT, embedding_size=16)),
-        "mpnet": Kind("MPNetModel", lambda: hf.mpnet.MPNetConfig(**_TEXT)),
-        "modernbert": Kind("ModernBertModel", lambda: hf.modernbert.ModernBertConfig(**_TEXT, pad_token_id=0)),
-        "deberta": Kind("DebertaV2Model", lambda: hf.deberta_v2.DebertaV2Config(
-            **_TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16, share_att_key=True,
-            norm_rel_ebd="layer_norm", position_biased_input=False)),
-        "xlnet": Kind("XLNetModel", lambda: hf.xlnet.XLNetConfig(vocab_size=96, d_model=32, n_layer=3, n_head=4,
-                                                                 d_inner=80)),
-    }  # fmt: skip
+FAMILIES = {
+    "vit": Family("vit", "ViTForImageClassification", lambda: hf.vit.ViTConfig(**_VIT, **_LABELS)),
+    "vit backbone": Family("vit", "ViTModel", lambda: hf.vit.ViTConfig(**_VIT)),
+    "deit": Family("deit", "DeiTForImageClassification", lambda: hf.deit.DeiTConfig(**_VIT, **_LABELS)),
+    "deit teacher": Family("deit", "DeiTForImageClassificationWithTeacher",
+                           lambda: hf.deit.DeiTConfig(**_VIT, **_LABELS)),
+    "beit": Family("beit", "BeitForImageClassification",
+                   lambda: hf.beit.BeitConfig(**_VIT, **_LABELS, use_relative_position_bias=True)),
+    "dinov2": Family("dinov2", "Dinov2Model", lambda: hf.dinov2.Dinov2Config(**_DINO, layerscale_value=0.5)),
+    "dinov2 classifier": Family("dinov2", "Dinov2ForImageClassification",
+                                lambda: hf.dinov2.Dinov2Config(**_DINO, **_LABELS)),
+    "swin": Family("swin", "SwinForImageClassification", lambda: hf.swin.SwinConfig(**_SWIN, **_LABELS), 5),
+    "swin backbone": Family("swin", "SwinModel", lambda: hf.swin.SwinConfig(**_SWIN), 5),
+    "clip": Family("clip", "CLIPModel", lambda: _two_towers(hf.clip.CLIPConfig)),
+    "clip tower": Family("clip_vision_model", "CLIPVisionModel", lambda: hf.clip.CLIPVisionConfig(**_VIT)),
+    "siglip": Family("siglip", "SiglipModel", lambda: _two_towers(hf.siglip.SiglipConfig)),
+    "siglip tower": Family("siglip_vision_model", "SiglipVisionModel", lambda: hf.siglip.SiglipVisionConfig(**_VIT)),
+    "bert": Family("bert", "BertModel", lambda: hf.bert.BertConfig(**_TEXT)),
+    "bert mlm": Family("bert", "BertForMaskedLM", lambda: hf.bert.BertConfig(**_TEXT)),
+    "roberta": Family("roberta", "RobertaModel", lambda: hf.roberta.RobertaConfig(**_TEXT)),
+}  # fmt: skip
+TEXT = {"bert", "bert mlm", "roberta"}
 
 
-def _refused() -> dict[str, Kind]:
-    masked = {"depths": [1, 1, 1], "num_attention_heads": [2, 2, 4], "key_dim": [4, 4, 4]}
-    return {
-        "levit": Kind("LevitModel", lambda: hf.levit.LevitConfig(
-            image_size=64, hidden_sizes=[16, 24, 32], mlp_ratio=[2, 2, 2], attention_ratio=[2, 2, 2], **masked)),
-        "mobilebert": Kind("MobileBertModel", lambda: hf.mobilebert.MobileBertConfig(
-            **_TEXT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16)),
-        "funnel": Kind("FunnelModel", lambda: hf.funnel.FunnelConfig(
-            vocab_size=96, block_sizes=[1, 1, 1], d_model=32, n_head=4, d_head=8, d_inner=80)),
-        "t5": Kind("T5ForConditionalGeneration", lambda: hf.t5.T5Config(
-            vocab_size=96, d_model=32, d_ff=80, num_layers=2, num_heads=4)),
-        "albert": Kind("AlbertModel", lambda: hf.albert.AlbertConfig(**_TEXT, embedding_size=16)),
-        "squeezebert": Kind("SqueezeBertModel", lambda: hf.squeezebert.SqueezeBertConfig(**_TEXT, embedding_size=32)),
-        "videomae": Kind("VideoMAEModel", lambda: hf.videomae.VideoMAEConfig(**_IMAGE, num_frames=2)),
-        "mobilevit": Kind("MobileViTModel", lambda: hf.mobilevit.MobileViTConfig(
-            image_size=64, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32])),
-    }  # fmt: skip
-
-
-KINDS = _kinds()
-UNLISTED = _unlisted()  # found by structure
-REFUSED = _refused()  # of another structure
-EVERY = {**KINDS, **UNLISTED, **REFUSED}
-
-
-def randomize_(model: torch.nn.Module) -> None:
-    """Adds noise to every parameter, so that biases, norms and scales of layers are not trivial."""
+def write_model(name: str, folder: Path, *, config: Any = None) -> Path:
+    """Writes a tiny checkpoint with non-trivial weights, biases, norms and layer scales, and returns its folder."""
+    torch.manual_seed(sum(map(ord, name)))
+    family = FAMILIES[name]
+    model = getattr(transformers, family.architecture)(config or family.config())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_((0.2 if parameter.dim() > 1 else 0.05) * torch.randn_like(parameter))
-        for name, parameter in model.named_parameters():
-            if "lambda" in name:  # layer scale: some channels count much, some hardly at all
-                parameter.copy_(torch.rand_like(parameter) * 1.5 + 0.01)
-
-
-def write_image_model(model: Any, folder: Path) -> Path:
-    """Writes a model and the processor that gives it images of its size."""
     model.save_pretrained(folder)
-    vision = getattr(model.config, "vision_config", model.config)
-    side = vision.image_size
-    settings = {
-        "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": side, "width": side},
-        "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
-    }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+    if name in TEXT:
+        tokenizer(bos=True).save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    else:
+        vision = getattr(model.config, "vision_config", model.config)
+        write_processor(folder, vision.image_size)
     return folder
 
 
-def write_text_model(model: Any, folder: Path, **settings: Any) -> Path:
-    """Writes a model and the tokenizer of one token per character, which puts <s> and </s> around a text."""
-    from tokenizers import processors
+def write_processor(folder: Path, size: int) -> None:
+    """The image processor of a ViT."""
+    values = {"image_processor_type": "ViTImageProcessor", "size": {"height": size, "width": size},
+              "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(values))
 
-    model.save_pretrained(folder)
-    made = tokenizer()
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    made.model_max_length = 64
-    made.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    read = {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast", **settings}
-    path.write_text(json.dumps(read))
+
+def write_images(folder: Path, count: int = 4, labels: tuple[str, ...] = ("cat", "dog", "tree house")) -> Path:
+    """Images of noise of several sizes, `count` per label."""
+    generator = torch.Generator().manual_seed(count)
+    for label in labels:
+        (folder / label).mkdir(parents=True)
+        for number in range(count):
+            pixels = torch.randint(256, (24 + number, 40, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / label / f"{number}.png")
     return folder
 
 
-def write_kind(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Writes a tiny checkpoint of a kind and returns its folder."""
-    made = EVERY[kind]
-    torch.manual_seed(sum(map(ord, kind)) + seed)
-    model = getattr(transformers, made.name)(made.config(), **(made.options or {}))
-    randomize_(model)
-    return write_text_model(model, folder) if made.reads_text else write_image_model(model, folder)
-
-
-def load_dense(folder: Path) -> Any:
-    """The model of a folder in the class it was saved from."""
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, name).from_pretrained(folder)
-
-
-def write_images(root: Path, count: int, classes: tuple[str, ...] = ("cat", "dog", "owl"), seed: int = 0) -> Path:
-    """`count` noisy images in a folder per class, in turn; without classes directly in the folder."""
-    generator = torch.Generator().manual_seed(seed)
-    for number in range(count):
-        folder = root / classes[number % len(classes)] if classes else root
-        folder.mkdir(parents=True, exist_ok=True)
-        width, height = (30, 24) if number % 2 else (26, 40)
-        coarse = torch.randint(0, 256, (5, 5, 3), generator=generator, dtype=torch.uint8)
-        Image.fromarray(coarse.numpy()).resize((width, height)).save(folder / f"{number:03d}.png")
-    return root
+def inputs_of(name: str, model: Any) -> dict[str, torch.Tensor]:
+    """A batch for a model's trunk."""
+    generator = torch.Generator().manual_seed(1)
+    if name in TEXT:
+        return {"input_ids": torch.randint(3, 90, (2, 12), generator=generator)}
+    size = getattr(model.config, "vision_config", model.config).image_size
+    return {"pixel_values": torch.randn(2, 3, size, size, generator=generator)}

@@ -3,6 +3,7 @@
 Registered with transformers by `fips._register`, as soon as both are imported.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fips import _register
 from fips.checkpoint.format import FORMAT_VERSION, QUANT_METHOD, PackedGroupInfo, check_version, parse
 from fips.checkpoint.reload import as_stored, check_packed, stored_tensors
+from fips.checkpoint.safetensors_io import TensorInfo
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FormatError
-from fips.models.skeleton import disk_renamer
+from fips.models.skeleton import disk_renamer, map_names
 from fips.models.surgery import LinearShape, check_values, densify_, install_
+from fips.resources import release_memory
 
 
 class FipsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -77,6 +80,7 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
             stored = stored_tensors([Path(f) for f in checkpoint_files])
             groups = as_stored(groups, stored)
             check_packed(groups, stored)
+            _require_tensors(model, {name: info for name, (_, info) in stored.items()})
         rename = _linear_renamer(model)
         shapes = {g.name: (g.rank, g.columns, _shapes(g, rename)) for g in groups}
         install_(model, shapes, dtype or torch.get_default_dtype())
@@ -85,6 +89,7 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         if self.quantization_config.runtime == "dense":
             densify_(model)
+            release_memory()  # the factors' place, which is as large as they are
             self.remove_quantization_config(model)
         else:
             check_values(model)
@@ -98,6 +103,24 @@ class FipsQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Packed values are not trained."""
         return False
+
+
+def _require_tensors(model: Any, stored: dict[str, TensorInfo]) -> None:
+    """Refuses a checkpoint that lacks a tensor of its own class, which transformers would fill with random numbers.
+
+    Another class than config.json names may have parts that were never stored, such as a new head to be trained.
+    """
+    names = map_names(model, stored)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    own = type(model).__name__ in (model.config.architectures or [])
+    for name, parameter in model.named_parameters():
+        if name in names:
+            dtype = stored[names[name]].dtype
+            if parameter.is_floating_point() and not dtype.is_floating_point:
+                raise FormatError(f"{names[name]} is stored as {dtype}; expected a floating-point dtype.")
+        elif own and name not in tied and not any(re.search(pattern, name) for pattern in optional):
+            raise FormatError(f"{name} is missing from the weights; the checkpoint is damaged.")
 
 
 def _linear_renamer(model: nn.Module) -> Callable[[str], str]:

@@ -1,9 +1,8 @@
 """Proves that a written folder is what was meant, before anybody is told so."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from fips.checkpoint.format import DTYPE_NAMES, Member, PackedGroupInfo, basis_key, dtype_name, parse
 from fips.checkpoint.pack import digest
@@ -62,28 +61,39 @@ def _group_as_stored(
     return replace(group, dtype=dtype, members=members)
 
 
-def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> None:
-    """Refuses a checkpoint whose packed tensors are missing, unexpected, or of another shape than described.
+def packed_problems(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> Iterator[str]:
+    """What is wrong with the headers of the packed tensors: missing, unexpected, or not of the described kind.
 
-    Only shapes are compared with config.json, and dtypes of masks: values may have been re-saved in another dtype.
-
-    Raises:
-        FormatError: Naming the tensor.
+    Args:
+        groups: The description as stored (`as_stored`): values may have been saved again in another dtype, but all of
+            a group in one.
+        stored: Tensor name → its file and header entry.
     """
     expected = {name: info for group in groups for name, info in group.tensors().items()}
     for name, info in expected.items():
         if name not in stored:
-            raise FormatError(f"{name} is missing from the weights; the checkpoint is damaged.")
-        found = stored[name][1]
-        if found.shape != info.shape or (info.dtype == torch.uint8) != (found.dtype == torch.uint8):
-            raise FormatError(
-                f"{name} is stored as {found.dtype} {list(found.shape)}; config.json describes {list(info.shape)}."
+            yield f"{name} is missing from the weights; the checkpoint is damaged."
+        elif stored[name][1] != info:
+            found = stored[name][1]
+            yield (
+                f"{name} is stored as {found.dtype} {list(found.shape)}; config.json describes {info.dtype} "
+                f"{list(info.shape)}."
             )
     for name in stored:
         weight = stored.get(name.removesuffix(".mask") + ".weight")
         packed = name.endswith(".mask") and weight is not None and len(weight[1].shape) == 1
         if name not in expected and (name.startswith("fips_bases.") or packed):
-            raise FormatError(f"{name} is stored but config.json does not describe it; the checkpoint is damaged.")
+            yield f"{name} is stored but config.json does not describe it; the checkpoint is damaged."
+
+
+def check_packed(groups: tuple[PackedGroupInfo, ...], stored: dict[str, tuple[Path, TensorInfo]]) -> None:
+    """Refuses a checkpoint whose packed tensors are missing, unexpected, or not as described.
+
+    Raises:
+        FormatError: Naming the first such tensor.
+    """
+    for problem in packed_problems(groups, stored):
+        raise FormatError(problem)
 
 
 def verify_written(writer: CheckpointWriter) -> None:

@@ -1,6 +1,5 @@
 """Writes the compressed checkpoint: packed groups as they come, then the whole folder in one streaming pass."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fips.checkpoint.folder import side_files
 from fips.checkpoint.format import PackedGroupInfo, describe
 from fips.checkpoint.pack import PackedGroup
 from fips.checkpoint.safetensors_io import Entry, TensorInfo, read_tensor, write_file
@@ -70,7 +70,7 @@ class CheckpointWriter:
             config.pop("torch_dtype", None)
             config["dtype"] = str(self.dtype).removeprefix("torch.")
         write_json(self.folder / "config.json", config)
-        copy_side_files(self.source, self.folder)
+        copy_side_files(self.source.folder, self.folder)
         shutil.rmtree(self.folder / _PARTS)
         return size
 
@@ -123,23 +123,14 @@ def _split(entries: Iterable[tuple[str, Entry]], limit: int) -> list[list[tuple[
     return shards
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
-
-
 def write_json(path: Path, value: object) -> None:
     """Writes JSON as transformers does: two spaces, a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def copy_side_files(source: Source, folder: Path) -> None:
+def copy_side_files(origin: Path, folder: Path) -> None:
     """Copies tokenizer, generation, processor and other files byte for byte."""
-    for relative in source.side_files():
+    for relative in side_files(origin):
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / relative, target)
+        shutil.copyfile(origin / relative, target)

@@ -1,6 +1,5 @@
 """The checkpoint that is compressed: found locally or on the Hub, read lazily, refused early."""
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fips.checkpoint.folder import is_file, read_json, require_inside, side_files
 from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
 from fips.errors import FormatError, NumericalError, SourceError
 
@@ -17,10 +17,9 @@ _NAMES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )  # index of shards, single file; safetensors come first, as in transformers
-_WEIGHT_SUFFIXES = {
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite", ".pkl",
-}  # fmt: skip
-_SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*"]
+SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*",
+                  "README.md"]  # fmt: skip
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,7 @@ class Source:
 
     def side_files(self) -> list[Path]:
         """Every file that holds no weights, relative to the folder; config.json and the model card left out."""
-        found = []
-        for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder)
-            if any(part.startswith(".") for part in relative.parts) or not path.is_file():
-                continue
-            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
-                continue
-            if str(relative) not in ("config.json", "README.md", "fips_report.json"):
-                found.append(relative)
-        return found
+        return side_files(self.folder)
 
     def require_finite(self, names: Iterable[str], cast: torch.dtype | None = None) -> None:
         """Refuses NaN and infinity in the named tensors, and values that overflow the dtype they will be stored in.
@@ -111,6 +101,7 @@ def open_source(model: str | os.PathLike[str], revision: str | None = None) -> S
             infos[tensor], where[tensor] = info, path
     if not infos:
         raise SourceError(f"{folder}: the weight files hold no tensor.")
+    require_depth(config, len(infos), folder)
     return Source(folder, name, config, infos, where)
 
 
@@ -121,15 +112,30 @@ def read_config(folder: Path) -> dict[str, Any]:
         SourceError: If it is missing or not a JSON object with a model type.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not is_file(path):
         raise SourceError(f"{folder} has no config.json: not a Hugging Face model folder.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not valid JSON: {error}") from error
+    require_inside(path, folder)
+    config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise SourceError(f"{path} names no model_type: not a transformers config.")
+    names, remote = config.get("architectures"), config.get("auto_map")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise SourceError(f"{path}: architectures is {str(names)[:80]!r}; expected a list of class names.")
+    if remote is not None and not isinstance(remote, dict):
+        raise SourceError(f"{path}: auto_map is {str(remote)[:80]!r}; expected an object.")
     return config
+
+
+def require_depth(config: dict[str, Any], tensors: int, folder: Path) -> None:
+    """Refuses a config.json with more layers than there are tensors, before a model of that depth is built.
+
+    Raises:
+        SourceError: Naming the key.
+    """
+    for key in _DEPTHS:
+        depth = config.get(key)
+        if isinstance(depth, int) and depth > tensors:
+            raise SourceError(f"{folder}: config.json has {key} {depth}, but only {tensors} tensors are stored.")
 
 
 def locate(model: str, revision: str | None = None) -> Path:
@@ -158,9 +164,9 @@ def _download(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
     try:
-        folder = fetch([*_SIDE_PATTERNS, "*.safetensors"])
+        folder = fetch([*SIDE_PATTERNS, "*.safetensors"])
         if not any(folder.glob("*.safetensors")):
-            folder = fetch([*_SIDE_PATTERNS, "*.bin"])
+            folder = fetch([*SIDE_PATTERNS, "*.bin"])
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -185,26 +191,32 @@ def weight_paths(folder: Path) -> list[Path]:
     """
     for index_name, single in _NAMES:
         index = folder / index_name
-        if index.is_file() and (folder / single).is_file():
+        if is_file(index) and is_file(folder / single):
             raise SourceError(f"{folder} holds {single} and {index_name}, an old one of them; remove the wrong one.")
-        if index.is_file():
+        if is_file(index):
+            require_inside(index, folder)
             return _indexed(index)
-        if (folder / single).is_file():
+        if is_file(folder / single):
+            require_inside(folder / single, folder)
             return [folder / single]
     raise SourceError(f"{folder} has no model.safetensors or pytorch_model.bin, and no index of shards.")
 
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (SourceError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{index} is not a valid shard index: {error}") from error
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
     for shard in shards:
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..", "."):
             raise SourceError(f"{index} names a shard {shard!r} outside its folder.")
-        if not (index.parent / shard).is_file():
-            raise SourceError(f"{index.parent}: shard {shard} named in {index.name} is missing. Download it again.")
+        if not is_file(index.parent / shard):
+            raise SourceError(f"{index.parent}: shard {shard!r} named in {index.name} is missing. Download it again.")
+        if Path(shard).suffix != suffix:
+            raise SourceError(f"{index} names a shard {shard!r}; expected a {suffix} file.")
+        require_inside(index.parent / shard, index.parent)
     held = {name: shard for shard in shards for name in _infos(index.parent / shard)}
     for name, shard in weight_map.items():
         if held.get(name) != shard:

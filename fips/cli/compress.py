@@ -52,14 +52,16 @@ def _setting(name: str, help_text: str, **kwargs: Any) -> Callable[[Command], Co
           ".parquet or .arrow file, or a Hub data set id.", type=str)  # fmt: skip
 @_setting("calibration_tokens", "Tokens of calibration text.", type=int)
 @_setting("calibration_images", "Calibration images, of every class equally many where they are labelled.", type=int)
-@click.option("--augment", is_flag=True, default=None, help="Flip and crop calibration images at random.")
+@click.option("--augment", is_flag=True, default=None,
+              help="Flip and crop calibration images at random; too few ones are each used in several ways.")
 @_setting("sequence_length", "Tokens per calibration sequence, capped by the model's maximum.", type=int)
 @_setting("solver", "moments: second-order solves on the activations' second moments; gradient: the paper's AdamW.",
           type=click.Choice(SOLVERS))  # fmt: skip
 @_setting("rounds", "Moments solver: alternations at most.", type=int)
 @_setting("polish", "Moments solver: gradient steps per group after the solve, kept where held-out error falls.",
           type=int)  # fmt: skip
-@_setting("objective", "What is reconstructed: the output of the MLP, of the whole block, or of every linear (Eq. 1).",
+@_setting("objective", "What is reconstructed: the output of the MLP, of the whole block, or of every linear (Eq. 1). "
+          "Default: block with the moments solver, mlp for gradient steps.",
           type=click.Choice(OBJECTIVES))  # fmt: skip
 @_setting("inputs", "Calibration activations: of the dense model, or of the compressed prefix.",
           type=click.Choice(INPUTS))  # fmt: skip

@@ -12,9 +12,13 @@ from fips import __version__
 from fips.errors import FipsError
 
 _COMMANDS = {
+    "bench": "Speed and memory of a compressed checkpoint in both runtimes, beside its dense source.",
     "compress": "Compress a checkpoint and write one that loads with from_pretrained.",
     "evaluate": "Perplexity or accuracy, and sizes, of a checkpoint, beside its dense baseline.",
+    "export": "Write a compressed checkpoint as an ordinary dense one, which loads without fips.",
     "inspect": "What a compressed checkpoint holds, or what would be compressed in a dense one.",
+    "push": "Publish a compressed checkpoint on the Hub.",
+    "verify": "Check a compressed checkpoint: structure, checksums, values, its source, and that it loads.",
 }
 
 
@@ -54,8 +58,9 @@ def main() -> None:
             traceback.print_exc()
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)  # texts of other libraries have many lines
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted; nothing was written.", err=True)
+    except (KeyboardInterrupt, click.Abort) as stop:
+        told = str(stop.__cause__ or stop)  # click puts an Abort around the interrupt
+        click.echo(told or "Interrupted; nothing was written.", err=True)
         sys.exit(130)
 
 

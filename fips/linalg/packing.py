@@ -6,6 +6,9 @@ from torch import Tensor
 from fips.errors import FormatError, NumericalError
 
 _BITS = tuple(1 << i for i in range(8))  # least significant bit first
+# Byte → its eight bits as eight bools, which are the bytes of one int64: one look-up gives eight entries of a mask.
+_TABLE = [[bool(byte & bit) for bit in _BITS] for byte in range(256)]
+_EIGHT = torch.tensor(_TABLE, device="cpu").view(torch.int64)[:, 0]  # (256,)
 
 
 def pack(V: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,8 +48,7 @@ def unpack(values: Tensor, bits: Tensor, f: int) -> Tensor:
     if int(mask.sum()) != values.numel():
         raise FormatError(f"mask counts {int(mask.sum())} entries but {values.numel()} values are stored.")
     V = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
-    V[mask] = values
-    return V
+    return V.masked_scatter_(mask, values)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -65,8 +67,8 @@ def unpack_mask(bits: Tensor, f: int) -> Tensor:
     """
     if bits.dim() != 2 or bits.shape[1] != (f + 7) // 8:
         raise FormatError(f"mask of shape {tuple(bits.shape)} does not fit {f} columns.")
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    mask = ((bits[:, :, None] & weights) != 0).flatten(1)  # (r, 8·ceil(f/8))
-    if mask[:, f:].any():
+    eights = torch.index_select(_EIGHT.to(bits.device), 0, bits.flatten().int())
+    mask = eights.view(torch.bool).view(len(bits), 8 * bits.shape[1])  # (r, 8·ceil(f/8))
+    if f % 8 and mask[:, f:].any():
         raise FormatError(f"mask has bits set beyond its {f} columns.")
     return mask[:, :f]

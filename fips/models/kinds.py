@@ -26,16 +26,33 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     """
     import transformers
 
-    if trust_remote_code and _REMOTE in (getattr(config, "auto_map", None) or {}):
-        return transformers.AutoModelForCausalLM
-    stated = (getattr(config, "architectures", None) or [None])[0]
+    names = getattr(config, "architectures", None)
+    stated = names[0] if isinstance(names, list) and names else None
+    remote = getattr(config, "auto_map", None)
+    if trust_remote_code and isinstance(remote, dict):
+        for auto, where in remote.items():
+            if auto.startswith("AutoModel") and str(where).endswith(f".{stated}") and hasattr(transformers, auto):
+                return getattr(transformers, auto)
+        if _REMOTE in remote:
+            return transformers.AutoModelForCausalLM
     if stated is None:
         causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    found = getattr(transformers, str(stated), None)
+    found = getattr(transformers, stated, None) if isinstance(stated, str) else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        raise ArchitectureError(f"config.json names the architecture {stated!r}, which transformers does not have.")
+        hint = " Its own code may: read it, then pass --trust-remote-code." if remote and not trust_remote_code else ""
+        raise ArchitectureError(
+            f"config.json names the architecture {stated!r}, which transformers does not have.{hint}"
+        )
     return found
+
+
+def writes_text(config: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether a checkpoint is one of a language model, as far as its config tells."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = model_class(config, trust_remote_code=trust_remote_code).__name__
+    return name == _REMOTE or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from fips.errors import ArchitectureError, SourceError
+from fips.errors import ArchitectureError, FipsError, SourceError
 from fips.models import kinds
 
 ReadTensor = Callable[[str], Tensor]
@@ -28,7 +28,9 @@ def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
     try:
         with init_empty_weights(include_buffers=False):
             model = kinds.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+    except FipsError:
+        raise
+    except Exception as error:  # constructors of many models raise anything for odd values
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ArchitectureError(f"config.json does not give a {config.model_type} model: {first}") from error
     model.eval()

@@ -71,7 +71,8 @@ class ImageCalibration:
         count: How many were chosen.
         processor: The model's image processor.
         tokens_each: Patches per image, roughly; batches are sized by them.
-        augmented: Seed of the augmentation; None without one.
+        augmented: Seed of the augmentation; None without one. With it an image may be among the chosen ones more than
+            once: every time it is flipped and cropped in another way.
     """
 
     origin: str

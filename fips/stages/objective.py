@@ -144,7 +144,7 @@ def trace_group(
         hidden = dense.hidden
         ours = dense
         if stream.separate:
-            grads = torch.is_grad_enabled() and config.objective != "linear" and bool(view.sites)
+            grads = torch.is_grad_enabled() and config.objectives[1] != "linear" and bool(view.sites)
             with torch.set_grad_enabled(grads):
                 ours = trace_block(view, call, prefix, model.block_weights(view))
             prefix = ours.hidden.detach()
@@ -165,13 +165,13 @@ def block_terms(
         config: Settings.
     """
     dense, ours = traces
-    if config.objective == "block":
+    if config.objectives[1] == "block":
         out = ours.hidden
         if ours is dense:
             out = run_block(view.module, call, dense.entering, model.block_weights(view))
         # What the block adds to its input: on its own it would drown in the energy of the hidden state.
         return {view.path: Term((dense.hidden - out).square().sum(), (dense.hidden - dense.entering).square().sum())}
-    if config.objective == "mlp" and dense.outputs:  # without a down-type matrix the linears' outputs are compared
+    if config.objectives[1] == "mlp" and dense.outputs:  # without a down-type matrix the linears' outputs are compared
         outputs = ours.outputs if ours is not dense else run_mlp(view, dense, model.block_weights(view))
         return {n: Term((y - outputs[n]).square().sum(), y.square().sum()) for n, y in dense.outputs.items()}
     return {site.name: _linear_term(model, view, site, dense, ours) for site in view.sites}
