@@ -174,11 +174,19 @@ def _wants_images(config: EvaluationConfig, model: Any) -> bool:
     """Whether the evaluation is one on images."""
     if config.text is not None:
         return False
-    return config.images is not None or getattr(model_class(model), "main_input_name", None) == "pixel_values"
+    return config.images is not None or _main_input(model) == "pixel_values"
+
+
+def _main_input(model: Any) -> str | None:
+    """What the class of a config reads first; of one with several towers that says little."""
+    name: str | None = getattr(model_class(model), "main_input_name", None)
+    return name
 
 
 def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
     """Opens the images; the test then runs a model on them."""
+    if _main_input(configs[0]) == "input_ids" and not hasattr(configs[0], "vision_config"):
+        raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
     name = str(config.images or config.dataset)
     images = open_images(name, "test")
     count = len(images) if config.limit is None else config.limit
@@ -207,6 +215,8 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
     """Reads the text; the test then runs a model on it."""
     if config.text is not None and looks_like_images(config.text):
         raise ConfigError(f"{config.text} holds images; name it with --images.")
+    if _main_input(configs[0]) == "pixel_values":
+        raise ConfigError(f"{folder} is an image model; evaluate it on images (--images).")
     tokenizer = load_tokenizer(folder, trust_remote_code=trust)
     if config.text is not None:
         text = read_text(Path(config.text), tokenizer)
