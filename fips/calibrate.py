@@ -12,7 +12,7 @@ from fips.data.pixels import ImageReader, check_pillow
 from fips.data.texts import DEFAULT_DATASET, Text, check_file, looks_like_file, read_dataset, read_text
 from fips.data.windows import WRAPPED, capped_length, check_vocabulary, encoder_length, resolve_bos
 from fips.errors import CalibrationError
-from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, TEXT_ENCODER, model_class
+from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, TEXT_ENCODER, model_class, token_places
 from fips.plan import Plan
 from fips.progress import Progress
 from fips.report import CompressionReport
@@ -83,7 +83,7 @@ def calibration_tokens(
     encoder = plan.reads == TEXT_ENCODER
     bos = WRAPPED if encoder else resolve_bos("auto", tokenizer)
     length = capped_length(config.sequence_length, plan.model.config)
-    length = encoder_length(length, plan.model.config, tokenizer) if encoder else length
+    length = encoder_length(length, token_places(plan.model), tokenizer) if encoder else length
     count = max(config.calibration_tokens // length, 1)
     text = _calibration_text(plan, config, tokenizer, report)
     if text is not None:

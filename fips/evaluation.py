@@ -24,7 +24,7 @@ from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
 from fips.metrics.harness import Tasks, TaskScores
 from fips.metrics.perplexity import Perplexity, perplexity
 from fips.metrics.similarity import Embeddings, TextTest, image_features, text_features
-from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads
+from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads, token_places
 from fips.models.sites import trunk_of
 from fips.plan import resolve_device
 from fips.progress import Progress
@@ -239,5 +239,5 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
 def _texts(config: EvaluationConfig, folder: Path, text: Text, tokenizer: Any, length: int, model: Any) -> TextTest:
     """The paragraphs of a text."""
     paragraphs = [p.strip() for p in text.content.split("\n\n") if p.strip()][: config.limit]
-    return TextTest(paragraphs, text.origin, text.sha256, tokenizer, encoder_length(length, model.config, tokenizer),
-                    pooling_rule(folder), _BATCH_ITEMS // 4)  # fmt: skip
+    length = encoder_length(length, token_places(model), tokenizer)
+    return TextTest(paragraphs, text.origin, text.sha256, tokenizer, length, pooling_rule(folder), _BATCH_ITEMS // 4)

@@ -37,9 +37,9 @@ def capped_length(requested: int, config: Any) -> int:
     return min(requested, limit) if isinstance(limit, int) and limit > 1 else requested
 
 
-def encoder_length(requested: int, config: Any, tokenizer: Any) -> int:
-    """The requested tokens per text, capped by the model's and by the tokenizer's maximum."""
-    return min(capped_length(requested, config), int(tokenizer.model_max_length))
+def encoder_length(requested: int, places: int | None, tokenizer: Any) -> int:
+    """The requested tokens per text, capped by the model's places for tokens and by the tokenizer's maximum."""
+    return min(requested, int(tokenizer.model_max_length), *([] if places is None else [places]))
 
 
 def wrapped_windows(text: str, tokenizer: Any, length: int, _bos: str = WRAPPED) -> Tensor:
@@ -52,11 +52,17 @@ def wrapped_windows(text: str, tokenizer: Any, length: int, _bos: str = WRAPPED)
 
     Returns:
         Token ids, (windows, length) int64; no rows when the text is shorter than one window.
+
+    Raises:
+        CalibrationError: If a window of that length has no place for text.
     """
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     before, after = whole[:at], whole[at + len(plain) :]
     body = length - len(before) - len(after)
+    if body < 1:
+        raise CalibrationError(f"sequences of {length} tokens hold nothing but the tokenizer's special tokens; give a "
+                               "larger --sequence-length.")  # fmt: skip
     ids = torch.tensor(_tokenize(text, tokenizer), dtype=torch.int64)
     windows = ids[: len(ids) // body * body].view(-1, body)
     return torch.cat([torch.tensor(before).long().expand(len(windows), -1), windows,

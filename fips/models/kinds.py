@@ -47,6 +47,16 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     return found
 
 
+def token_places(model: Any) -> int | None:
+    """Tokens a text encoder has places for; None without a limit. RoBERTa counts them from behind its padding."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 2:
+        return None
+    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    paddings = [table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None]
+    return limit - max(paddings) - 1 if paddings else limit
+
+
 def writes_text(config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether a checkpoint is one of a language model, as far as its config tells."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
