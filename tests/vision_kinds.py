@@ -84,6 +84,14 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
 
 
+def _gemma3() -> Any:
+    """A language model with a tower for images, which stays as it is."""
+    text = hf.gemma3.Gemma3TextConfig(**_TEXT, num_key_value_heads=2, head_dim=8, sliding_window=8)
+    vision = hf.siglip.SiglipVisionConfig(**_IMAGE, vision_use_head=False)
+    return hf.gemma3.Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4,
+                                  image_token_index=95, boi_token_index=93, eoi_token_index=94)  # fmt: skip
+
+
 def _unlisted() -> dict[str, Kind]:
     pyramid = {"image_size": 32, "depths": [2, 2, 2, 2], "hidden_sizes": [8, 16, 24, 32]}
     attended = {**pyramid, "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [4, 4, 3, 3]}
@@ -102,6 +110,7 @@ def _unlisted() -> dict[str, Kind]:
         "dinov2 registers": Kind("Dinov2WithRegistersModel",
                                  lambda: hf.dinov2_with_registers.Dinov2WithRegistersConfig(**_DINO)),
         "dinov3": Kind("DINOv3ViTModel", lambda: hf.dinov3_vit.DINOv3ViTConfig(**_IMAGE)),
+        "gemma3": Kind("Gemma3ForConditionalGeneration", _gemma3, None, 9),
         "distilbert": Kind("DistilBertForMaskedLM", lambda: hf.distilbert.DistilBertConfig(
             dim=32, hidden_dim=80, n_layers=3, n_heads=4, vocab_size=96, max_position_embeddings=64)),
         "electra": Kind("ElectraModel", lambda: hf.electra.ElectraConfig(**_TEXT, embedding_size=16)),

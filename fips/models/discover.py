@@ -35,7 +35,7 @@ def discover(trunk: nn.Module) -> ArchSpec:
     """Describes the lists of equal blocks that hold matrices d → f and f → d with one shared f.
 
     Lists whose paths differ only in numbers are the stages of one model. Where lists lie inside each other, the inner
-    ones hold the blocks.
+    ones hold the blocks. Towers that read something else than the trunk itself are left alone.
 
     Args:
         trunk: The base model.
@@ -43,8 +43,11 @@ def discover(trunk: nn.Module) -> ArchSpec:
     Raises:
         ArchitectureError: If there is no such list, or some of the matrices are elsewhere.
     """
-    inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(trunk.config, n, None), int)), None)
-    lists = {p: m for p, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    config: Any = trunk.config
+    text = getattr(trunk, "main_input_name", None) == "input_ids" and hasattr(config, "get_text_config")
+    config = config.get_text_config() if text else config
+    inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(config, n, None), int)), None)
+    lists = _lists(trunk)
     found: dict[str, tuple[int, ArchSpec]] = {}
     for path, module in lists.items():
         matrices = _matrices(module[0], inner)
@@ -59,6 +62,14 @@ def discover(trunk: nn.Module) -> ArchSpec:
     spec = max(found.values(), key=lambda entry: entry[0])[1]
     _require_whole(trunk, spec, lists, inner)
     return spec
+
+
+def _lists(trunk: nn.Module) -> dict[str, nn.ModuleList]:
+    """Lists of modules by path, without those of towers for another input, such as the images of a language model."""
+    lists = {p: m for p, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    reads = getattr(trunk, "main_input_name", None)
+    others = [f"{p}." for p, m in trunk.named_modules() if p and getattr(m, "main_input_name", reads) != reads]
+    return {p: m for p, m in lists.items() if not p.startswith(tuple(others))} or lists
 
 
 def _require_whole(trunk: nn.Module, spec: ArchSpec, lists: dict[str, nn.ModuleList], inner: int | None) -> None:
