@@ -53,9 +53,16 @@ class Plan:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the input embedding."""
+        """Rows of the input embedding.
+
+        Raises:
+            ArchitectureError: If the model does not say which one that is.
+        """
         model: Any = self.model
-        return int(model.get_input_embeddings().weight.shape[0])
+        try:
+            return int(model.get_input_embeddings().weight.shape[0])
+        except (NotImplementedError, AttributeError) as error:
+            raise ArchitectureError(f"{type(model).__name__} has no single embedding of tokens.") from error
 
     @property
     def sites(self) -> list[Site]:
@@ -103,13 +110,14 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
     device = resolve_device(config.device)
     model = build_skeleton(load_config(source, trust_remote_code=trust_remote_code),
                            trust_remote_code=trust_remote_code)  # fmt: skip
+    base = trunk_of(model)[1]
+    reading = reads(base, model)
     spec, found_by = architecture(model)
     names = map_names(model, source.infos)
     require_tensors(model, names)
     sites = find_sites(model, names, config.include)
     dtype = _stored_dtype(source, sites, config.dtype)
-    trunk = Trunk(trunk_of(model)[1], blocks_of(model, spec))
-    reading = reads(trunk.module, model)
+    trunk = Trunk(base, blocks_of(model, spec))
     ranges = group_blocks(sites, [block.stage for block in trunk.blocks], config.group_size, config.groups)
     groups = plan_groups(sites, ranges, config, dtype.itemsize)
     views = tuple(BlockView(i, block.path, block.module, tuple(s for s in sites if s.block == i))

@@ -1,7 +1,10 @@
 """The contract of the architecture table: every family compresses, saves, loads, and gives the same logits."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +21,9 @@ from tests.families import FAMILIES, write_model
 IDS = torch.arange(3, 35)[None]
 
 
-def rebuilt(dense: Path, out: Path) -> torch.nn.Module:
+def rebuilt(dense: Path, out: Path, load: Any = AutoModelForCausalLM.from_pretrained) -> Any:
     """The source model with W = U V written into it by hand, from the stored tensors."""
-    model = AutoModelForCausalLM.from_pretrained(dense)
+    model = load(dense)
     stored = load_file(out / "model.safetensors")
     plan = make_plan(open_source(dense), fips.CompressionConfig(group_size=2, device="cpu"))
     sites = {site.disk_name: site for site in plan.sites}
@@ -85,17 +88,23 @@ def test_all_sites_are_found_and_reading_then_writing_changes_nothing(family: st
         assert torch.equal(from_canonical(W, transposed=site.transposed), weight)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_rank_without_zeros_gives_the_source_logits(family: str, tmp_path: Path, settings) -> None:
-    """A budget that keeps everything (r = d, s = 0); the size check is bypassed, as such a plan is refused."""
+@contextmanager
+def keeping_everything() -> Iterator[None]:
+    """Every group gets r = d, s = 0; the check that it is smaller is bypassed."""
     from fips.linalg.budget import GroupPlan
     from fips.stages import candidates, grouping
 
-    dense = write_model(family, tmp_path / "dense")
     whole = lambda d, widths, budget, sparsity: GroupPlan(d, tuple(widths), d, d * sum(widths))  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "plan_group", whole)
         patch.setattr(grouping, "_smaller", lambda plans, *_: plans)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_rank_without_zeros_gives_the_source_logits(family: str, tmp_path: Path, settings) -> None:
+    dense = write_model(family, tmp_path / "dense")
+    with keeping_everything():
         fips.compress(dense, tmp_path / "out", settings(steps=0))
     expected = logits(AutoModelForCausalLM.from_pretrained(dense))
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))

@@ -184,8 +184,9 @@ def cross_stage(trunk: Trunk, shape: Sequence[int], after: int, hidden: Tensor, 
         Recorder(block.module, returns=tuples, last=i == after + 1, gives=hidden if i == after else None)
         for i, block in enumerate(places)
     ]
+    kind = torch.int64 if trunk.module.main_input_name == "input_ids" else torch.float32
     with trunk.replaced(recorders):
-        trunk.run(torch.zeros(*shape, device=hidden.device))
+        trunk.run(torch.zeros(*shape, dtype=kind, device=hidden.device))
     entering = recorders[-1].hidden
     if entering is None:
         raise ArchitectureError(f"{type(trunk.module).__name__} does not run block {after + 1} after block {after}.")

@@ -41,7 +41,7 @@ def discover(trunk: nn.Module) -> ArchSpec:
         trunk: The base model.
 
     Raises:
-        ArchitectureError: If there is no such list.
+        ArchitectureError: If there is no such list, or some of the matrices are elsewhere.
     """
     inner = next((v for n in _INNER_NAMES if isinstance(v := getattr(trunk.config, n, None), int)), None)
     lists = {p: m for p, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
@@ -50,24 +50,46 @@ def discover(trunk: nn.Module) -> ArchSpec:
         matrices = _matrices(module[0], inner)
         if matrices is None or any(_matrices(lists[p][0], inner) for p in lists if p.startswith(f"{path}.")):
             continue
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
         found[pattern] = found.get(pattern, (0,))[0] + len(module), ArchSpec(pattern, *matrices)
     if not found:
         raise ArchitectureError(
             f"no MLP matrix found in a {type(trunk).__name__}: expected blocks with linears d → f and f → d of one f."
         )
-    return max(found.values(), key=lambda entry: entry[0])[1]
+    spec = max(found.values(), key=lambda entry: entry[0])[1]
+    _require_whole(trunk, spec, lists, inner)
+    return spec
+
+
+def _require_whole(trunk: nn.Module, spec: ArchSpec, lists: dict[str, nn.ModuleList], inner: int | None) -> None:
+    """Refuses a model of which the description covers only a part: several MLPs in a block, or other blocks."""
+    blocks = re.escape(spec.blocks).replace(r"\*", r"\d+")
+    known = re.compile(rf"{blocks}\.\d+\.({'|'.join(map(re.escape, spec.down))})")
+    for path, module in lists.items():
+        for name, block in module.named_children():
+            for down in _pairs(block, inner):
+                if not known.fullmatch(f"{path}.{name}.{down}"):
+                    raise ArchitectureError(
+                        f"{type(trunk).__name__} has MLP matrices in several places, such as {path}.{name}.{down} and "
+                        f"{spec.blocks}.*.{spec.down[0]}; only models with one MLP per block are supported."
+                    )
 
 
 def _matrices(block: nn.Module, inner: int | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Names of the up and down matrices of one block, attention and state-space mixers left out."""
+    """Names of the up and down matrices of one block."""
+    return next(((up, (down,)) for down, up in _pairs(block, inner).items()), None)
+
+
+def _pairs(block: nn.Module, inner: int | None) -> dict[str, tuple[str, ...]]:
+    """Every down matrix of a block with the up matrices that fit it; attention and state-space mixers left out."""
     shapes = {
         name: shape
         for name, module in block.named_modules()
         if (shape := features(module)) and not re.search("attn|attention|mixer", name.lower())
     }
+    found = {}
     for down, (f, d) in shapes.items():
         up = tuple(n for n, s in shapes.items() if s in ((d, f), (d, 2 * f)))
         if up and (f == inner if inner else f > d):
-            return up, (down,)
-    return None
+            found[down] = up
+    return found

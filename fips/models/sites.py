@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,6 +109,8 @@ def trunk_of(model: Any) -> tuple[str, Any]:
     if rows and rows[0].trunk and _has(model, rows[0].trunk):
         return rows[0].trunk, model.get_submodule(rows[0].trunk)
     trunk = model.base_model
+    if getattr(trunk, "main_input_name", None) not in signature(trunk.forward).parameters:
+        trunk = model  # some models call what holds their blocks, but not their embeddings, the base model
     return next(path for path, module in model.named_modules() if module is trunk), trunk
 
 

@@ -185,11 +185,11 @@ def _materialize_(
     held: list[tuple[nn.Module, str, nn.Parameter]],
 ) -> None:
     for owner_path, owner in [("", module.whole)] if isinstance(module, _Own) else module.named_modules():
-        base = ".".join(part for part in (path, owner_path) if part)
+        base = "".join(f"{part}." for part in (path, owner_path) if part)
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.device.type != "meta":
                 continue
-            name = f"{base}.{leaf}"
+            name = f"{base}{leaf}"
             if name not in names:
                 raise SourceError(f"{name} is not in the checkpoint.")
             value = read(names[name])
@@ -200,6 +200,6 @@ def _materialize_(
             held.append((owner, leaf, parameter))
             setattr(owner, leaf, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
-            name = f"{base}.{leaf}"
+            name = f"{base}{leaf}"
             value = read(names[name]).to(buffer.dtype) if name in names else buffer
             owner._buffers[leaf] = value.to(device)

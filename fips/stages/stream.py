@@ -53,9 +53,11 @@ def start_stream(trunk: Trunk, batches: Iterable[Tensor], device: str, *, separa
     tuples: int | None = None
     for number, chunk in enumerate(batches):
         try:
-            if tuples is None:
-                tuples = returned_tuple_length(trunk, chunk[:1].to(device))
-            first, recorded = record_calls(trunk, chunk.to(device), tuples=tuples)
+            with torch.random.fork_rng(devices=[device] if device == "cuda" else []):
+                torch.manual_seed(number)  # some models drop patches at random, even in evaluation mode
+                if tuples is None:
+                    tuples = returned_tuple_length(trunk, chunk[:1].to(device))
+                first, recorded = record_calls(trunk, chunk.to(device), tuples=tuples)
         except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # any model's own code
             kind, first_line = type(trunk.module).__name__, (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ArchitectureError(f"{kind} cannot be run block by block: {first_line}") from error
