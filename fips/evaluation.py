@@ -133,7 +133,8 @@ def evaluate(
     if isinstance(config, TaskConfig):
         test = _tasks(config, folders[0], quiet=progress.verbosity < 0, trust_remote_code=trust_remote_code)
     else:
-        test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+        images = config.text is None and (config.images is not None or _reads_images(configs[0], trust_remote_code))
+        test = (_images if images else _text)(config, folders[0], configs, trust_remote_code)
     if config.update_card:
         read_report(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
@@ -170,11 +171,9 @@ def _classifies(model: Any) -> bool:
     return "ForImageClassification" in type(model).__name__
 
 
-def _wants_images(config: EvaluationConfig, model: Any) -> bool:
-    """Whether the evaluation is one on images."""
-    if config.text is not None:
-        return False
-    return config.images is not None or getattr(model_class(model), "main_input_name", None) == "pixel_values"
+def _reads_images(stated: Any, trust: bool) -> bool:  # noqa: FBT001
+    """Whether the model of a config is made for images."""
+    return getattr(model_class(stated, trust_remote_code=trust), "main_input_name", None) == "pixel_values"
 
 
 def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
