@@ -133,7 +133,8 @@ def evaluate(
     if isinstance(config, TaskConfig):
         test = _tasks(config, folders[0], quiet=progress.verbosity < 0, trust_remote_code=trust_remote_code)
     else:
-        images = config.text is None and (config.images is not None or _reads_images(configs[0], trust_remote_code))
+        pixels = _main_input(configs[0], trust_remote_code) == "pixel_values"
+        images = config.text is None and (config.images is not None or pixels)
         test = (_images if images else _text)(config, folders[0], configs, trust_remote_code)
     if config.update_card:
         read_report(folders[0])  # refused before anything runs
@@ -171,13 +172,16 @@ def _classifies(model: Any) -> bool:
     return "ForImageClassification" in type(model).__name__
 
 
-def _reads_images(stated: Any, trust: bool) -> bool:  # noqa: FBT001
-    """Whether the model of a config is made for images."""
-    return getattr(model_class(stated, trust_remote_code=trust), "main_input_name", None) == "pixel_values"
+def _main_input(stated: Any, trust: bool) -> str | None:  # noqa: FBT001
+    """What the class of a config reads first; of one with several towers that says little."""
+    name: str | None = getattr(model_class(stated, trust_remote_code=trust), "main_input_name", None)
+    return name
 
 
 def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
     """Opens the images; the test then runs a model on them."""
+    if _main_input(configs[0], trust) == "input_ids" and not hasattr(configs[0], "vision_config"):
+        raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
     name = str(config.images or config.dataset)
     images = open_images(name, "test")
     count = len(images) if config.limit is None else config.limit
@@ -206,6 +210,8 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
     """Reads the text; the test then runs a model on it."""
     if config.text is not None and looks_like_images(config.text):
         raise ConfigError(f"{config.text} holds images; name it with --images.")
+    if _main_input(configs[0], trust) == "pixel_values":
+        raise ConfigError(f"{folder} is an image model; evaluate it on images (--images).")
     tokenizer = load_tokenizer(folder, trust_remote_code=trust)
     if config.text is not None:
         text = read_text(Path(config.text), tokenizer)

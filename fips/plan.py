@@ -9,6 +9,7 @@ from torch import nn
 
 from fips.checkpoint.format import dtype_name
 from fips.checkpoint.source import Source
+from fips.checkpoint.tokenizer import load_config
 from fips.config import CompressionConfig
 from fips.errors import ArchitectureError, ConfigError, FipsError
 from fips.models.blocks import Trunk
@@ -108,8 +109,8 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
         FipsError: One of its children, naming what is wrong.
     """
     device = resolve_device(config.device)
-    model = build_skeleton(load_config(source, trust_remote_code=trust_remote_code),
-                           trust_remote_code=trust_remote_code)  # fmt: skip
+    stated = load_config(source.folder, source.name, trust_remote_code=trust_remote_code)
+    model = build_skeleton(stated, trust_remote_code=trust_remote_code)
     base = trunk_of(model)[1]
     reading = reads(base, model)
     spec, found_by = architecture(model)
@@ -125,29 +126,6 @@ def make_plan(source: Source, config: CompressionConfig, *, trust_remote_code: b
     cast = None if config.dtype == "auto" else dtype
     return Plan(source, model, names, tuple(groups), views, trunk, reading, found_by, device, dtype, cast,
                 trust_remote_code)  # fmt: skip
-
-
-def load_config(source: Source, *, trust_remote_code: bool) -> Any:
-    """The transformers config of a source.
-
-    Raises:
-        ArchitectureError: If the type is unknown, or needs remote code that is not trusted.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    kind = source.config["model_type"]
-    remote = "AutoModelForCausalLM" in (source.config.get("auto_map") or {})
-    if kind not in CONFIG_MAPPING and not remote:
-        raise ArchitectureError(f"{source.name}: model type {kind!r} is unknown to transformers; is it up to date?")
-    if kind not in CONFIG_MAPPING and not trust_remote_code:
-        raise ArchitectureError(
-            f"{source.name}: model type {kind!r} needs Python code from the checkpoint. Read it, then pass "
-            "--trust-remote-code."
-        )
-    try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # configs run code of many models and raise anything
-        raise ArchitectureError(f"{source.name}: config.json is not usable: {error}") from error
 
 
 def resolve_device(name: str) -> str:

@@ -72,7 +72,8 @@ def test_an_unknown_model_type(source: Path, check) -> None:
 
 
 def test_an_architecture_that_transformers_does_not_have(tmp_path: Path, check) -> None:
-    source = write(models.bert.BertConfig(**SMALL), tmp_path / "model", "BertForNothing")
+    source = write(models.bert.BertConfig(**SMALL), tmp_path / "model", "BertModel")
+    edit_config(source, architectures=["BertForNothing"])
     check(source, words=["'BertForNothing'", "does not have"])
 
 

@@ -133,8 +133,8 @@ def test_data_of_the_wrong_kind(llama: Path, images: Path, calibration: Path, tm
         (("compress", llama, "out", "--calibration", images), "language model; name a .txt or .jsonl file"),
         (("compress", bert, "out", "--calibration", "self"), "text encoder and cannot write text"),
         (("compress", bert, "out"), "name a text with --calibration"),
-        (("evaluate", llama, "--images", images), "image processor"),
-        (("evaluate", CLASSIFIER, "--text", calibration), "tokenizer"),
+        (("evaluate", llama, "--images", images), "is no image model; evaluate it on a text"),
+        (("evaluate", CLASSIFIER, "--text", calibration), "is an image model; evaluate it on images"),
         (("evaluate", llama, "--text", images), "name it with --images"),
         (("evaluate", CLASSIFIER), "name exactly one of"),
     ]:  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fips
 from fips import stream_groups
@@ -215,3 +215,11 @@ def test_the_tower_that_reads_text_stays_as_it_is(kind: str, pair) -> None:
     assert all("text_model" not in member["name"] for group in names for member in group["members"])
 
 
+def test_a_pooler_may_be_absent_only_where_nothing_reads_it(settings, tmp_path: Path) -> None:
+    bare, classifier = (write_kind(kind, tmp_path / kind) for kind in ("bert without pooler", "bert classifier"))
+    assert fips.compress(bare, tmp_path / "out", settings("bert without pooler")).verified
+    assert fips.verify(tmp_path / "out", bare).ok
+    tensors = {n: t for n, t in load_file(classifier / "model.safetensors").items() if "pooler" not in n}
+    save_file(tensors, classifier / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(fips.errors.SourceError, match=r"lacks bert\.pooler\.dense"):
+        fips.compress(classifier, tmp_path / "no", settings("bert classifier"))

@@ -16,6 +16,7 @@ from fips.checkpoint.tokenizer import load_config
 from fips.errors import FipsError, FormatError, NumericalError
 from fips.linalg.packing import unpack_mask
 from fips.models.kinds import model_class
+from fips.models.skeleton import may_lack
 
 _CHANGED_BY_COMPRESSION = {"quantization_config", "dtype", "torch_dtype"}
 
@@ -132,12 +133,12 @@ def load_problems(folder: Path, *, trust_remote_code: bool = False) -> Iterator[
     try:
         stated = load_config(folder, trust_remote_code=trust_remote_code)
         kind = model_class(stated, trust_remote_code=trust_remote_code)
-        _, report = kind.from_pretrained(folder, trust_remote_code=trust_remote_code, output_loading_info=True)
+        model, report = kind.from_pretrained(folder, trust_remote_code=trust_remote_code, output_loading_info=True)
     except FipsError as error:
         yield str(error)
         return
     except Exception as error:  # loading runs code of many models and raises anything
         yield f"transformers cannot load it: {type(error).__name__}: {error}"
         return
-    missing: Any = report["missing_keys"]
+    missing: Any = [name for name in report["missing_keys"] if not may_lack(model, name)]
     yield from (f"{name} was not found while loading and has random values." for name in sorted(missing))

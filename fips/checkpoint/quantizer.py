@@ -4,7 +4,7 @@ Registered with transformers by `fips._register`, as soon as both are imported.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fips.checkpoint.reload import as_stored, check_packed, stored_tensors
 from fips.checkpoint.safetensors_io import TensorInfo
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FormatError
-from fips.models.skeleton import disk_renamer, map_names
+from fips.models.skeleton import disk_renamer, map_names, may_lack
 from fips.models.surgery import LinearShape, check_values, densify_, install_
 from fips.resources import release_memory
 
@@ -119,8 +119,12 @@ def _require_tensors(model: Any, stored: dict[str, TensorInfo]) -> None:
             dtype = stored[names[name]].dtype
             if parameter.is_floating_point() and not dtype.is_floating_point:
                 raise FormatError(f"{names[name]} is stored as {dtype}; expected a floating-point dtype.")
-        elif own and name not in tied and not any(re.search(pattern, name) for pattern in optional):
+        elif own and name not in tied and not may_lack(model, name) and not _matches(name, optional):
             raise FormatError(f"{name} is missing from the weights; the checkpoint is damaged.")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _linear_renamer(model: nn.Module) -> Callable[[str], str]:

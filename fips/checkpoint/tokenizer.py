@@ -4,21 +4,36 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
-from fips.errors import SourceError
+from fips.checkpoint.source import read_config
+from fips.errors import ArchitectureError, SourceError
 
 
-def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def load_config(folder: Path, name: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a checkpoint folder.
 
+    Args:
+        folder: The checkpoint.
+        name: What to call it in messages; the folder's name by default.
+        trust_remote_code: Whether Python code in the checkpoint may run.
+
     Raises:
-        SourceError: If transformers cannot read it.
+        ArchitectureError: If the type is unknown, needs remote code that is not trusted, or is described wrongly.
     """
+    stated, name = read_config(folder), name or folder.resolve().name
+    kind, remote = stated["model_type"], stated.get("auto_map") or {}
+    if kind not in CONFIG_MAPPING and not (isinstance(remote, dict) and "AutoModelForCausalLM" in remote):
+        raise ArchitectureError(f"{name}: model type {kind!r} is unknown to transformers; is it up to date?")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        raise ArchitectureError(
+            f"{name}: model type {kind!r} needs Python code from the checkpoint. Read it, then pass "
+            "--trust-remote-code."
+        )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # configs run code of many models and raise anything
-        raise SourceError(f"{folder}: config.json is not usable: {error}") from error
+        raise ArchitectureError(f"{name}: config.json is not usable: {error}") from error
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -105,10 +105,18 @@ def require_tensors(model: nn.Module, names: Mapping[str, str]) -> None:
         SourceError: Naming the first missing tensors.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    missing = [n for n in _persistent(model) if n not in names and n not in tied and not is_pooler(n)]
+    missing = [n for n in _persistent(model) if n not in names and n not in tied and not may_lack(model, n)]
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise SourceError(f"the checkpoint lacks {shown}: it is incomplete or does not belong to its config.json.")
+
+
+def may_lack(model: Any, name: str) -> bool:
+    """Whether a checkpoint may lack a tensor: the pooler of a bare model, which many were published without.
+
+    A classifier is nothing without the pooler it reads.
+    """
+    return is_pooler(name) and model.base_model is model
 
 
 def is_pooler(name: str) -> bool:
