@@ -10,7 +10,7 @@ of the MLP matrices that it reports, and truncated SVD the largest rank that fit
 with other objectives than its default.
 
 Every method is calibrated on the same inputs: 2,560 training images, 65,536 tokens of text, or, as there are few, 160
-flipped and cropped views of the odd photos; the even ones are for evaluation. MiniLM is judged on 200 paragraphs.
+flipped and cropped views of the odd photos; the even ones are for evaluation. MiniLM is judged on 100 paragraphs.
 Needs the assets: python benchmarks/assets.py assets fmnist photos dinov2 minilm text
 """
 
@@ -53,7 +53,7 @@ def cases(assets: Path, photos: Path) -> dict[str, Case]:
         "dinov2": Case(assets / "dinov2-small", photos / "odd", {"images": str(photos / "even")},
                        {"augment": True, "calibration_images": 160}),
         "minilm": Case(assets / "all-minilm-l6-v2", text / "wiki_calib.txt",
-                       {"text": str(text / "wiki_eval.txt"), "limit": 200}, {"sequence_length": 256}),
+                       {"text": str(text / "wiki_eval.txt"), "limit": 100}, {"sequence_length": 256}),
     }  # fmt: skip
 
 

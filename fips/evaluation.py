@@ -133,7 +133,9 @@ def evaluate(
     if isinstance(config, TaskConfig):
         test = _tasks(config, folders[0], quiet=progress.verbosity < 0, trust_remote_code=trust_remote_code)
     else:
-        test = (_images if _wants_images(config, configs[0]) else _text)(config, folders[0], configs, trust_remote_code)
+        pixels = _main_input(configs[0], trust_remote_code) == "pixel_values"
+        images = config.text is None and (config.images is not None or pixels)
+        test = (_images if images else _text)(config, folders[0], configs, trust_remote_code)
     if config.update_card:
         read_report(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
@@ -170,22 +172,15 @@ def _classifies(model: Any) -> bool:
     return "ForImageClassification" in type(model).__name__
 
 
-def _wants_images(config: EvaluationConfig, model: Any) -> bool:
-    """Whether the evaluation is one on images."""
-    if config.text is not None:
-        return False
-    return config.images is not None or _main_input(model) == "pixel_values"
-
-
-def _main_input(model: Any) -> str | None:
+def _main_input(stated: Any, trust: bool) -> str | None:  # noqa: FBT001
     """What the class of a config reads first; of one with several towers that says little."""
-    name: str | None = getattr(model_class(model), "main_input_name", None)
+    name: str | None = getattr(model_class(stated, trust_remote_code=trust), "main_input_name", None)
     return name
 
 
 def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
     """Opens the images; the test then runs a model on them."""
-    if _main_input(configs[0]) == "input_ids" and not hasattr(configs[0], "vision_config"):
+    if _main_input(configs[0], trust) == "input_ids" and not hasattr(configs[0], "vision_config"):
         raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
     name = str(config.images or config.dataset)
     images = open_images(name, "test")
@@ -215,7 +210,7 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
     """Reads the text; the test then runs a model on it."""
     if config.text is not None and looks_like_images(config.text):
         raise ConfigError(f"{config.text} holds images; name it with --images.")
-    if _main_input(configs[0]) == "pixel_values":
+    if _main_input(configs[0], trust) == "pixel_values":
         raise ConfigError(f"{folder} is an image model; evaluate it on images (--images).")
     tokenizer = load_tokenizer(folder, trust_remote_code=trust)
     if config.text is not None:
