@@ -85,9 +85,9 @@ def test_settings_of_the_library_alone() -> None:
 
 def test_a_group_across_a_change_of_width() -> None:
     sites = [Site(f"b.{i}", f"b.{i}", i, "up", d, 64, transposed=True) for i, d in enumerate((16, 16, 32))]
-    assert group_blocks(sites, 3, 4, None) == [(0, 1), (2, 2)]
+    assert group_blocks(sites, [0, 0, 0], 4, None) == [(0, 1), (2, 2)]
     with pytest.raises(ConfigError, match=r"1-2 joins blocks of different width \(\[16, 32\]\)"):
-        group_blocks(sites, 3, 4, [(0, 0), (1, 2)])
+        group_blocks(sites, [0, 0, 0], 4, [(0, 0), (1, 2)])
 
 
 def test_outputs_that_cannot_be_written(compress, llama: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_texts_that_cannot_calibrate(name: str, content: bytes | None, words: li
 
 def test_a_folder_is_no_text(compress, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
-    compress("--calibration", tmp_path / "texts", code=1, words=["texts", "no such text file"])
+    compress("--calibration", tmp_path / "texts", code=1, words=["texts", "is a language model; name a .txt or .jsonl file"])
 
 
 def test_messages_that_the_chat_template_refuses(llama: Path, tmp_path: Path) -> None:

@@ -264,8 +264,10 @@ def test_settings_that_exclude_each_other() -> None:
 def test_interrupted_in_the_middle_of_an_upload(hub: HubServer, compressed: Path, tmp_path: Path) -> None:
     hub.stall = threading.Event()
     command = [sys.executable, "-m", "fips", "push", str(compressed), REPO]
+    # A test run in the background ignores Ctrl-C, and so would its children.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment(hub, tmp_path))  # fmt: skip
+                               env=environment(hub, tmp_path),
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
     assert hub.reached.wait(120)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -187,11 +187,11 @@ WHOLE, MORE, ALONE = (f"fips_bases.blocks_{i}_{i}" for i in range(3))
 
 
 @pytest.mark.parametrize(("damage", "match"), [
-    (described(group=0, identity=True), rf"{WHOLE} is stored as .*\[32, 40\]; config.json describes \[32, 8\]"),
-    (described(group=1, identity=None), rf"{MORE} is stored as .*\[32, 7\]; config.json describes \[32, 39\]"),
+    (described(group=0, identity=True), rf"{WHOLE} is stored as .*\[32, 40\]; config.json describes .*\[32, 8\]"),
+    (described(group=1, identity=None), rf"{MORE} is stored as .*\[32, 7\]; config.json describes .*\[32, 39\]"),
     (described(group=2, identity=None), f"{ALONE} is missing"),  # what a reader without the identity makes of it
     (described(group=2, rank=33), f"{ALONE} is missing"),
-    (described(group=1, rank=32), r"mask is stored as .*\[39, 10\]; config.json describes \[32, 10\]"),
+    (described(group=1, rank=32), r"mask is stored as .*\[39, 10\]; config.json describes .*\[32, 10\]"),
     (stored(lambda t: t.update({ALONE: torch.zeros(D, 1)})), f"{ALONE} is stored but config.json does not describe"),
     (stored(lambda t: t.update({ALONE: torch.eye(D)})), f"{ALONE} is stored but config.json does not describe"),
     (stored(lambda t: t.pop(MORE)), f"{MORE} is missing"),
