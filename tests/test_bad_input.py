@@ -145,7 +145,8 @@ def test_texts_that_cannot_calibrate(name: str, content: bytes | None, words: li
 
 def test_a_folder_is_no_text(compress, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
-    compress("--calibration", tmp_path / "texts", code=1, words=["texts", "is a language model; name a .txt or .jsonl file"])
+    words = ["texts", "is a language model; name a .txt or .jsonl file"]
+    compress("--calibration", tmp_path / "texts", code=1, words=words)
 
 
 def test_messages_that_the_chat_template_refuses(llama: Path, tmp_path: Path) -> None:
