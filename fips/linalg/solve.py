@@ -248,6 +248,7 @@ def alternate(
         grams = {id(m.left): Gram(ahead, m.left) for m in matrices}
         for p in projections:
             p.solve(ahead, grams[id(p.matrix.left)], effort)
+        del grams  # decompositions are large, and the next alternation has its own
         V = [p.V for p in projections if p.V is not None]
         U = solve_basis(matrices, V, ahead, effort.basis, fixed=fixed)
         error = sum(m.relative_error(U, v) for m, v in zip(matrices, V, strict=True)) / len(matrices)
