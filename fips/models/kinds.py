@@ -38,13 +38,32 @@ def model_class(config: Any, *, trust_remote_code: bool = False) -> Any:
     if stated is None:
         causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    found = getattr(transformers, stated, None) if isinstance(stated, str) else None
+    found = (getattr(transformers, stated, None) or _registered(config, stated)) if isinstance(stated, str) else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         hint = " Its own code may: read it, then pass --trust-remote-code." if remote and not trust_remote_code else ""
         raise ArchitectureError(
             f"config.json names the architecture {stated!r}, which transformers does not have.{hint}"
         )
     return found
+
+
+def _registered(config: Any, name: str) -> Any:
+    """A class of the program's own that it gave to transformers, as by `AutoModelForCausalLM.register`, or None."""
+    from transformers.models.auto import modeling_auto as auto
+
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, auto.MODEL_MAPPING):
+        if type(config) in mapping and getattr(mapping[type(config)], "__name__", None) == name:
+            return mapping[type(config)]
+    return None
+
+
+def _is_causal(kind: type, config: Any) -> bool:
+    """Whether a class is a language model to transformers, its own or a registered one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return True
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is kind
 
 
 def token_places(model: Any) -> int | None:
@@ -59,10 +78,8 @@ def token_places(model: Any) -> int | None:
 
 def writes_text(config: Any, *, trust_remote_code: bool = False) -> bool:
     """Whether a checkpoint is one of a language model, as far as its config tells."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name = model_class(config, trust_remote_code=trust_remote_code).__name__
-    return name == _REMOTE or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    kind = model_class(config, trust_remote_code=trust_remote_code)
+    return kind.__name__ == _REMOTE or _is_causal(kind, config)
 
 
 def from_config(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -79,8 +96,6 @@ def reads(trunk: Any, model: Any) -> str:
     Raises:
         ArchitectureError: If it reads something else, or writes one sequence while it reads another.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ArchitectureError(f"{name} has an encoder and a decoder; such models are not supported.")
@@ -90,4 +105,4 @@ def reads(trunk: Any, model: Any) -> str:
     if inputs != "input_ids":
         raise ArchitectureError(f"{name} reads {inputs}; expected a model of token ids or of pixel values.")
     remote = type(model).__module__.startswith("transformers_modules")
-    return LANGUAGE_MODEL if remote or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else TEXT_ENCODER
+    return LANGUAGE_MODEL if remote or _is_causal(type(model), model.config) else TEXT_ENCODER
