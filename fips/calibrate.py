@@ -1,5 +1,6 @@
 """Calibration data of a run: a text, a Hub text, the model's own, or images."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 
 from fips.checkpoint.tokenizer import load_image_processor, load_tokenizer
 from fips.config import CompressionConfig
-from fips.data.images import looks_like_images, open_images, sample
-from fips.data.pixels import ImageReader, check_pillow
+from fips.data.images import check_images, looks_like_images, open_images, sample
+from fips.data.pixels import ImageReader, check_pillow, pixel_values
 from fips.data.texts import DEFAULT_DATASET, Text, check_file, looks_like_file, read_dataset, read_text
 from fips.data.windows import WRAPPED, capped_length, check_vocabulary, encoder_length, resolve_bos
 from fips.errors import CalibrationError
@@ -31,6 +32,8 @@ def check_calibration(plan: Plan, config: CompressionConfig) -> None:
         if named is None or named == "self" or named.endswith((".txt", ".jsonl")):
             raise CalibrationError(f"{plan.source.name} is an image model; name a folder of images, a .parquet or "
                                    ".arrow file, or a Hub data set with --calibration.")  # fmt: skip
+        check_images(named)
+        load_image_processor(plan.source.folder, trust_remote_code=plan.trust_remote_code)
     elif named is not None and looks_like_images(named):
         raise CalibrationError(f"{named}: {plan.source.name} is a {plan.reads}; name a .txt or .jsonl file.")
     elif named is not None and looks_like_file(named):
@@ -61,16 +64,19 @@ def calibration_images(plan: Plan, config: CompressionConfig, report: Compressio
     processor = load_image_processor(plan.source.folder, trust_remote_code=plan.trust_remote_code)
     vision: Any = plan.trunk.module.config
     reader = ImageReader(images, chosen, int(getattr(vision, "num_channels", 3)))
-    calibration = ImageCalibration(images.origin, images.sha256, reader, len(chosen), processor, patches(vision),
-                                   config.seed if config.augment else None)  # fmt: skip
+    one = pixel_values(next(reader.batches(1)).images, processor)  # shows a wrong processor before any long work, too
+    calibration = ImageCalibration(
+        images.origin, images.sha256, reader, len(chosen), processor, tokens_each=patches(vision, one.shape[-2:]),
+        augmented=config.seed if config.augment else None,
+    )  # fmt: skip
     _note_few(plan, len(chosen) * calibration.tokens_each, report)
     return calibration
 
 
-def patches(config: Any) -> int:
-    """Patches of an image of the size the model was trained on; a guess that only sizes batches."""
-    size, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+def patches(config: Any, size: Sequence[int] | None = None) -> int:
+    """Patches of an image of a height and width, or of the size the model was trained on; it only sizes batches."""
+    trained, patch = getattr(config, "image_size", 224), getattr(config, "patch_size", 16)
+    height, width = tuple(size or ((trained, trained) if isinstance(trained, int) else trained))[:2]
     rows, columns = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
     return max(int(height) // int(rows) * (int(width) // int(columns)), 1)
 

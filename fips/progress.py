@@ -2,8 +2,12 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 
 class Progress:
@@ -41,6 +45,16 @@ class Progress:
         if loss is not None:
             self._bar.set_postfix_str(f"error {loss:.4f}", refresh=False)
         self._bar.update(steps)
+
+    def each(self, label: str, items: Iterable[T], total: int) -> Iterator[T]:
+        """The items, with a bar of their number."""
+        self.start_group(label, total)
+        try:
+            for item in items:
+                yield item
+                self.step(1)
+        finally:
+            self.close()
 
     def end_group(self, label: str, before: float, after: float, seconds: float) -> None:
         """Closes the bar and prints the group's errors and the time left."""

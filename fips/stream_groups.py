@@ -47,7 +47,8 @@ class Run:
 def compress_groups(run: Run, calibration: Calibration | ImageCalibration, writer: CheckpointWriter) -> None:
     """Streams the calibration data through the model, one group of real blocks at a time."""
     plan, config = run.plan, run.config
-    batches = calibration.batches(max(config.batch_tokens // calibration.tokens_each, 1))
+    size = max(config.batch_tokens // calibration.tokens_each, 1)
+    batches = run.progress.each("first hidden states", calibration.batches(size), -(-calibration.count // size))
     first = [(plan.views[0].path, plan.views[0].module)]
     with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device):
         stream = start_stream(plan.trunk, batches, plan.device, separate=config.inputs == "compressed")
@@ -117,7 +118,8 @@ def _solved(
 ) -> tuple[Reconstruction, list[torch.Tensor]]:
     """Second-order solves; the moments are gone afterwards."""
     objective = run.config.objectives[0]
-    moments = collect_moments(views, stream, None if objective == "linear" else run.config.seed)
+    seed = None if objective == "linear" else run.config.seed
+    moments = collect_moments(views, stream, seed, in_place=not run.config.polish)  # polish runs the blocks again
     problem = GroupProblem.of(group, weights, biases, moments, objective)
     return solve_group(group, problem, run.config, run.progress.step, dtype=run.plan.dtype), moments.ahead
 
@@ -133,7 +135,7 @@ def _advance(
     replaced = {view.number: _stored_weights(plan, view, packed) for view in views} if packed else {}
     for batch in range(len(stream.dense)):
         compressed = advance(stream, views, batch, replaced) if stream.separate else None
-        stream.dense[batch] = ahead[batch] if ahead else advance(stream, views, batch, None)
+        stream.dense[batch] = ahead[batch] if ahead is not None else advance(stream, views, batch, None)
         if compressed is not None:
             stream.compressed[batch] = compressed
 

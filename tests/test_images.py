@@ -454,6 +454,15 @@ def test_more_than_one_percent_ends_the_run(tmp_path: Path) -> None:
     assert kept == [k for k in range(6, 300) if k not in (7, 200)]
 
 
+def test_an_image_that_is_used_several_times_is_one_image(tmp_path: Path) -> None:
+    images = with_broken(tmp_path / "val", 8, [2])
+    reader = ImageReader(images, [*range(8)] * 16, 3)
+    assert sum(len(batch.kept) for batch in reader.batches(16)) == reader.kept == 7 * 16
+    assert reader.skipped == ["val/0002.png"]
+    with pytest.raises(CalibrationError, match=r"of the 3 images .* val/0002\.png, val/0003\.png\. The"):
+        list(ImageReader(with_broken(tmp_path / "val", 4, [2, 3]), [1, 2, 3] * 400, 3).batches(16))
+
+
 @pytest.mark.parametrize("asked", [[], [1]])
 def test_nothing_left(tmp_path: Path, asked: list[int]) -> None:
     images = with_broken(tmp_path / "val", 2, [1])

@@ -46,6 +46,10 @@ def test_moments_are_those_of_the_activations(plan: Plan) -> None:
                 for name, x in trace.inputs.items():
                     inputs.setdefault(name, []).append(x.double())
             assert torch.equal(hidden, collected.ahead[batch])
+        assert collected.ahead is not stream.dense
+        expected = list(collected.ahead)
+        assert collect_moments(views, stream, in_place=True).ahead is stream.dense
+        assert all(torch.equal(a, b) for a, b in zip(stream.dense, expected, strict=True))
     for name, parts in inputs.items():
         x = torch.cat(parts)
         second, cross = collected.of[name].plain()

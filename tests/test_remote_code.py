@@ -2,12 +2,17 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import fips
+from fips.checkpoint.source import open_source
+from fips.models.kinds import TEXT_ENCODER
+from fips.plan import make_plan
 from tests.command import QUICK, refused, run
 from tests.families import edit_config
 
@@ -37,6 +42,9 @@ class MyModel(LlamaForCausalLM):
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Exists once the checkpoint's code has run. transformers copies such code to a cache, here one of our own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the cache is put there, and stays no longer than the test
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return tmp_path / "executed"
 
@@ -85,6 +93,15 @@ def test_trusted_code_runs_and_the_result_loads_with_it(source: Path, marker: Pa
     model = AutoModelForCausalLM.from_pretrained(source.parent / "out", trust_remote_code=True)
     assert type(model).__name__ == "MyModel"
     assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
+
+
+def test_a_trusted_encoder_is_no_language_model(source: Path, marker: Path, calibration: Path) -> None:
+    edit_config(source, auto_map={
+        "AutoConfig": "configuration_my.MyConfig", "AutoModelForMaskedLM": "modeling_my.MyModel",
+        "AutoModelForCausalLM": "modeling_my.AnotherModel"})  # fmt: skip
+    plan = make_plan(open_source(source), fips.CompressionConfig(), trust_remote_code=True)
+    assert plan.reads == TEXT_ENCODER
+    assert marker.exists()
 
 
 def test_trusted_code_that_fails(source: Path, marker: Path, calibration: Path) -> None:

@@ -13,8 +13,13 @@ from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoTokenizer
 
 import fips
+from fips.calibrate import calibration_images
+from fips.checkpoint.source import Source, open_source
+from fips.plan import make_plan
+from fips.progress import Progress
+from fips.report import CompressionReport
 from tests.command import refused, run
-from tests.families import random_text
+from tests.families import edit_config, random_text
 from tests.test_vision_kinds import quick
 from tests.vision_kinds import CLASSES, load_dense, write_images, write_kind
 
@@ -73,6 +78,51 @@ def logits(model: Path, images: list[Image.Image]) -> torch.Tensor:
     """One image at a time, through the model's own processor."""
     network, processor = load_dense(model), AutoImageProcessor.from_pretrained(model, backend="pil")
     return torch.cat([network(**processor(images=image, return_tensors="pt")).logits for image in images])
+
+
+def test_a_broken_photo_among_augmented_ones(vit: tuple[Path, Path], tmp_path: Path) -> None:
+    images = write_images(tmp_path / "photos", 4)
+    (images / "broken.png").write_bytes(b"no image")
+    settings = quick("vit", images, images, augment=True, calibration_images=60)
+    report = fips.compress(vit[0], tmp_path / "out", settings)
+    assert report.calibration["skipped"] == ["photos/broken.png"]
+    assert report.calibration["images"] == 60 // 5 * 4
+    assert "1 broken images" in "".join(report.notes)
+
+
+def test_batches_are_sized_by_what_the_processor_gives(vit: tuple[Path, Path], tmp_path: Path) -> None:
+    """As DINOv2's, which was trained at 518 pixels and is given 224."""
+    dense, images = shutil.copytree(vit[0], tmp_path / "dense"), write_images(tmp_path / "train", 2)
+    plan = make_plan(open_source(dense), settings := quick("vit", images, images))
+    report = CompressionReport("", None, {}, {}, {}, "cpu", "float32")
+    trained = calibration_images(plan, settings, report).tokens_each
+    edit_config(dense, image_size=10 * plan.model.config.image_size)
+    plan = make_plan(open_source(dense), settings)
+    assert calibration_images(plan, settings, report).tokens_each == trained
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("images", ["no folder of images"]), ("preprocessor_config.json", ["preprocessor_config.json"])],
+)
+def test_missing_data_are_told_before_the_weights_are_read(
+    vit: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, words: list[str]
+) -> None:
+    dense, images = shutil.copytree(vit[0], tmp_path / "dense"), write_images(tmp_path / "images", 2)
+    if missing == "images":
+        shutil.rmtree(images)
+    else:
+        (dense / missing).unlink()
+    monkeypatch.setattr(Source, "require_finite", lambda *_: pytest.fail("the weights were read"))
+    refused("compress", dense, tmp_path / "out", "--calibration", images, code=1, words=words, watched=tmp_path)
+
+
+def test_the_first_pass_over_the_images_has_a_bar(
+    vit: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    images = write_images(tmp_path / "train", 2)
+    fips.compress(vit[0], tmp_path / "out", quick("vit", images, images), progress=Progress())
+    assert "first hidden states" in capfd.readouterr().err
 
 
 def test_images_of_every_kind_are_seen_as_a_person_sees_them(vit: tuple[Path, Path], tmp_path: Path) -> None:

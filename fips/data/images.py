@@ -96,6 +96,24 @@ def looks_like_images(name: str) -> bool:
     return name.endswith(_TABLES) or Path(name).is_dir()
 
 
+def check_images(name: str) -> None:
+    """Refuses what names no images, without opening any.
+
+    Raises:
+        CalibrationError: If it is no folder, no .parquet or .arrow file, and no data set id.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return
+    if path.suffix in _TABLES:
+        if not path.is_file():
+            raise CalibrationError(f"{path}: no such file of images.")
+    elif path.exists() or not _DATASET.fullmatch(name):
+        raise CalibrationError(
+            f"{name}: no folder of images, no .parquet or .arrow file, and no data set id such as owner/name."
+        )
+
+
 def open_images(name: str, split: str) -> ImageSet:
     """Opens images without decoding any.
 
@@ -108,18 +126,13 @@ def open_images(name: str, split: str) -> ImageSet:
     Raises:
         CalibrationError: If there is no such thing, it cannot be read, or it holds no images.
     """
+    check_images(name)
     path = Path(name)
     if path.is_dir():
         images: ImageSet = _open_folder(path)
     elif path.suffix in _TABLES:
-        if not path.is_file():
-            raise CalibrationError(f"{path}: no such file of images.")
         table = tables.open_file(path)
         images = TableImages(path.name, _file_hash(path), table.labels, table)
-    elif path.exists() or not _DATASET.fullmatch(name):
-        raise CalibrationError(
-            f"{name}: no folder of images, no .parquet or .arrow file, and no data set id such as owner/name."
-        )
     else:
         images = _open_dataset(name, split)
     if not len(images):

@@ -92,13 +92,17 @@ class Decoded:
 class ImageReader:
     """Decodes chosen images in batches and skips broken ones, up to 1 % of those asked for, but at least one.
 
+    An image may be chosen several times; it is one image to that rule.
+
     Attributes:
         skipped: Names of the broken images met in the latest pass.
+        kept: Images that the latest pass gave.
     """
 
     def __init__(self, images: ImageSet, indices: Sequence[int], channels: int) -> None:
         self._images, self._indices, self._channels = images, indices, channels
         self.skipped: list[str] = []
+        self.kept = 0
 
     def batches(self, size: int) -> Iterator[Decoded]:
         """One pass over the chosen images; every batch but the last has `size` images.
@@ -106,7 +110,7 @@ class ImageReader:
         Raises:
             CalibrationError: As soon as too many are broken, or at the end if none is left.
         """
-        self.skipped = []
+        self.skipped, self.kept = [], 0
         batch = Decoded([], [])
         for index in self._indices:
             try:
@@ -114,6 +118,7 @@ class ImageReader:
             except BrokenImageError as error:
                 self._skip(index, error)
                 continue
+            self.kept += 1
             batch.images.append(image)
             batch.kept.append(index)
             if len(batch.kept) == size:
@@ -121,15 +126,21 @@ class ImageReader:
                 batch = Decoded([], [])
         if batch.kept:
             yield batch
-        if len(self.skipped) == len(self._indices):
-            raise CalibrationError(f"{self._images.origin}: no image is left of the {len(self._indices)} asked for.")
+        if not self.kept:
+            raise CalibrationError(f"{self._images.origin}: no image is left of the {self._asked} asked for.")
+
+    @property
+    def _asked(self) -> int:
+        return len(set(self._indices))
 
     def _skip(self, index: int, error: BrokenImageError) -> None:
-        self.skipped.append(self._images.name(index))
-        asked = len(self._indices)
-        if len(self.skipped) > max(1, asked // 100):
+        name = self._images.name(index)
+        if name in self.skipped:
+            return
+        self.skipped.append(name)
+        if len(self.skipped) > max(1, self._asked // 100):
             raise CalibrationError(
-                f"{self._images.origin}: more than 1 % of the {asked} images asked for are broken, among them "
+                f"{self._images.origin}: more than 1 % of the {self._asked} images asked for are broken, among them "
                 f"{', '.join(self.skipped[:_SHOWN])}. The latest error: {error} Replace or remove them."
             ) from error
 

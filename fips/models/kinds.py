@@ -104,5 +104,7 @@ def reads(trunk: Any, model: Any) -> str:
         return IMAGE_MODEL
     if inputs != "input_ids":
         raise ArchitectureError(f"{name} reads {inputs}; expected a model of token ids or of pixel values.")
+    auto_map = getattr(model.config, "auto_map", None) or {}
     remote = type(model).__module__.startswith("transformers_modules")
-    return LANGUAGE_MODEL if remote or _is_causal(type(model), model.config) else TEXT_ENCODER
+    causal = remote and str(auto_map.get(_REMOTE)).endswith(f".{name}")
+    return LANGUAGE_MODEL if causal or _is_causal(type(model), model.config) else TEXT_ENCODER

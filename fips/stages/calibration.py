@@ -42,6 +42,11 @@ class Calibration:
         """Tokens per window."""
         return self.tokens.shape[1]
 
+    @property
+    def count(self) -> int:
+        """Windows."""
+        return len(self.tokens)
+
     def batches(self, size: int) -> Iterator[Tensor]:
         """Token ids, `size` windows at a time."""
         parts: tuple[Tensor, ...] = torch.split(self.tokens, size)
@@ -70,7 +75,7 @@ class ImageCalibration:
         reader: Decodes the chosen ones.
         count: How many were chosen.
         processor: The model's image processor.
-        tokens_each: Patches per image, roughly; batches are sized by them.
+        tokens_each: Patches per image; batches are sized by them.
         augmented: Seed of the augmentation; None without one. With it an image may be among the chosen ones more than
             once: every time it is flipped and cropped in another way.
     """
@@ -97,7 +102,7 @@ class ImageCalibration:
         return {
             "origin": self.origin,
             "sha256": self.sha256,
-            "images": self.count - len(self.reader.skipped),
+            "images": self.reader.kept,
             "skipped": list(self.reader.skipped),
             "augmented": self.augmented is not None,
             "processor": type(self.processor).__name__,

@@ -109,7 +109,9 @@ class GroupMoments:
 
 
 @torch.no_grad()
-def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None = None) -> GroupMoments:
+def collect_moments(
+    views: Sequence[BlockView], stream: Stream, seed: int | None = None, *, in_place: bool = False
+) -> GroupMoments:
     """Runs the calibration stream through a group's dense blocks once.
 
     With inputs of the compressed prefix the same dense blocks also run on its hidden states, and the moments are
@@ -120,6 +122,8 @@ def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None
         stream: The stream, at the group's first block.
         seed: Seed of the random signs that measure the sensitivity of the block's output to the outputs of the
             matrices; None leaves that out.
+        in_place: Whether the hidden states behind the group take the place of those before it, one batch after the
+            other, so that only one of them is in memory.
 
     Raises:
         NumericalError: If a block's output is not finite.
@@ -127,7 +131,7 @@ def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None
     of: dict[str, Moments] = {}
     sensitivity: dict[str, Tensor] = {}
     generator = None if seed is None else torch.Generator().manual_seed(seed + views[0].number)
-    ahead = []
+    ahead = stream.dense if in_place else list(stream.dense)
     for batch in range(len(stream.dense)):
         hidden = stream.dense[batch].to(stream.device)
         prefix = stream.compressed[batch].to(stream.device) if stream.separate else hidden
@@ -138,7 +142,7 @@ def collect_moments(views: Sequence[BlockView], stream: Stream, seed: int | None
             check_finite(dense.hidden, f"the output of block {view.number} ({view.path})")
             _add(of, view, dense.inputs, ours.inputs, crossed=stream.separate)
             hidden, prefix = dense.hidden, ours.hidden
-        ahead.append(hidden.cpu())
+        ahead[batch] = hidden.cpu()
     tokens = {name: of[name].tokens for name in sensitivity}
     return GroupMoments(of, ahead, {name: c / tokens[name] for name, c in sensitivity.items()})
 
