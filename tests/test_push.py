@@ -127,6 +127,26 @@ def test_tokens(hub: HubServer, compressed: Path, monkeypatch: pytest.MonkeyPatc
     assert run("push", compressed, REPO, "-q", "-v", "--token", "hf_wrong_again").err.count("hf_wrong_again") == 0
 
 
+def test_a_token_that_cannot_be_one_is_not_shown(
+    hub: HubServer, compressed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("push", compressed, REPO, "-q", "--token", " hf_alice\n").code == 0
+    before = len(hub.requests)
+    for token in ("hf_al\nice", "hf_al ice", "hf_\u00e4lice"):
+        for flags in (["-q"], ["-q", "-v"]):
+            done = run("push", compressed, REPO, "--token", token, *flags)
+            assert (done.code, done.out) == (1, "")
+            assert "copy it again" in done.err
+            assert "hf_" not in done.err
+    assert len(hub.requests) == before
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", raises_its_token)
+    assert "(the token) is odd" in fails(compressed, REPO)
+
+
+def raises_its_token(self: huggingface_hub.HfApi, *_args: object, **_kwargs: object) -> None:
+    raise ValueError(f"{self.token} is odd")
+
+
 def test_a_reader_of_an_existing_repository(hub: HubServer, compressed: Path) -> None:
     hub.add_repo(REPO, {}, private=True)
     assert "the token may not do this" in fails(compressed, REPO, "--token", "hf_reader")

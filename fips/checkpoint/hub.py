@@ -54,14 +54,17 @@ def connect(token: str | None) -> Any:
     """The Hub's client with a token: the one given, HF_TOKEN, or the one of `hf auth login`.
 
     Raises:
-        HubError: If there is no token.
+        HubError: If there is no token, or it cannot be one. It must not get into a request: the error of the HTTP
+            library would show it.
     """
     from huggingface_hub import HfApi, get_token
 
-    found = token or get_token()
+    found = (token or get_token() or "").strip()
     if not found:
         raise HubError("there is no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to a token with "
                        "write access.")  # fmt: skip
+    if not re.fullmatch(r"[!-~]+", found):
+        raise HubError("the token holds a space, a line break or a letter that no token has; copy it again.")
     return HfApi(token=found, library_name="fips")
 
 
@@ -179,7 +182,7 @@ def hub_errors(api: Any, place: Place) -> Iterator[None]:
             "what was uploaded is not sent twice."
         ) from stop
     except Exception as error:
-        raise HubError(_explain(api, place, error)) from error
+        raise HubError(_explain(api, place, error).replace(api.token, "(the token)")) from error
 
 
 def _explain(api: Any, place: Place, error: BaseException) -> str:
