@@ -205,6 +205,7 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
     (copy("gone") / "tokenizer.json").unlink()
     (copy("no-report") / "fips_report.json").unlink()
     (copy("bad-report") / "fips_report.json").write_text("{")
+    (copy("deep-report") / "fips_report.json").write_text("[" * 100_000)
     report = copy("unverified") / "fips_report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "verified": False}))
     for name, error, words in [
@@ -213,6 +214,7 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
         ("gone", FormatError, r"tokenizer\.json is recorded in fips_report\.json but missing"),
         ("no-report", FormatError, r"has no fips_report\.json"),
         ("bad-report", FormatError, "is damaged"),
+        ("deep-report", FormatError, "nested too deeply"),
         ("unverified", FormatError, "lists no verified weights"),
         ("nowhere", SourceError, "no such folder"),
     ]:  # fmt: skip

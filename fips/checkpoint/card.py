@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 
 from fips.checkpoint.plot import PLOT_NAME, mean
 from fips.config import GRADIENT_ONLY, MOMENTS_ONLY, CompressionConfig
+from fips.errors import FormatError
 
 CARD_NAME = "README.md"
 _PAPER = "2411.09816"
@@ -73,17 +75,25 @@ Checksums of all files are in `fips_report.json`.
 """
 
 
-def write_card(folder: Path, report: dict[str, Any]) -> None:
-    """Writes README.md of a compressed checkpoint; what somebody wrote below its last line stays.
+def card_text(folder: Path, report: dict[str, Any]) -> str:
+    """README.md of a compressed checkpoint; what somebody wrote below its last line stays.
 
     Args:
         folder: The checkpoint.
         report: `fips_report.json`, the only thing that the card is made of.
+
+    Raises:
+        FormatError: If the card that is there is a link, or no text.
     """
     path, added = folder / CARD_NAME, ""
-    if path.is_file():
-        _, _, added = path.read_text(encoding="utf-8").partition(_KEPT + "\n")
-    path.write_text(render(report) + added, encoding="utf-8")
+    if os.path.lexists(path):
+        if path.is_symlink() or not path.is_file():
+            raise FormatError(f"{path} is no regular file; put the model card itself there, or remove it.")
+        try:
+            _, _, added = path.read_text(encoding="utf-8").partition(_KEPT + "\n")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path} is not text in UTF-8 ({error}); save it as that, or remove it.") from error
+    return render(report) + added
 
 
 def render(report: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def origin_of(source: Source) -> dict[str, Any]:
         `name`; `hub_id` and `commit`, None for a folder outside the Hub's cache; `task`, None when unknown; and
         `metadata`, taken over from the source's own model card.
     """
-    hub_id, commit = _hub_place(source.folder)
+    hub_id, commit = hub_place(source.folder)
     metadata = read_metadata(source.folder / "README.md")
     architecture = str((source.config.get("architectures") or [""])[0])
     known = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
@@ -28,7 +28,7 @@ def origin_of(source: Source) -> dict[str, Any]:
     return {"name": hub_id or source.name, "hub_id": hub_id, "commit": commit, "task": task, "metadata": metadata}
 
 
-def _hub_place(folder: Path) -> tuple[str | None, str | None]:
+def hub_place(folder: Path) -> tuple[str | None, str | None]:
     """Id and commit of a folder that lies in the Hub's cache: models--owner--name/snapshots/commit."""
     parts = folder.resolve().parts[-3:]
     if len(parts) == 3 and parts[1] == "snapshots" and parts[0].startswith("models--"):
@@ -42,7 +42,7 @@ def read_metadata(card: Path) -> dict[str, Any]:
         text = card.read_text(encoding="utf-8")
         block = re.match(r"\ufeff?---\s*?\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)
         found = yaml.safe_load(block[1]) if block else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no text, or a date such as 2023-02-30
         return {}
     if not isinstance(found, dict):
         return {}
