@@ -110,4 +110,3 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         answer = _answer(job)
     sys.stdout.write(json.dumps(answer))
-

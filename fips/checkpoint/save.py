@@ -1,6 +1,7 @@
 """Writes the compressed checkpoint: packed groups as they come, then the whole folder in one streaming pass."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -138,7 +139,7 @@ def replace_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all; what was there, a link too, is replaced and not written through."""
     handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(fresh).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
         Path(fresh).replace(path)
