@@ -55,6 +55,7 @@ def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     max_shard_size: int = CompressionConfig.max_shard_size,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -68,6 +69,7 @@ def export(
     Args:
         path: Folder written by `compress`, or the Hub id of one.
         out: New folder.
+        revision: Branch, tag or commit of a Hub id.
         max_shard_size: Largest weights file in bytes.
         overwrite: Whether `out` may hold an older model, which is then replaced whole.
         trust_remote_code: Whether Python code in the checkpoint may run.
@@ -80,7 +82,7 @@ def export(
     progress, out = progress or Progress(-1), Path(out)
     if max_shard_size < 1:
         raise ConfigError(f"max_shard_size is {max_shard_size}; expected a positive number of bytes.")
-    opened = open_packed(locate(str(path)), trust_remote_code=trust_remote_code)
+    opened = open_packed(locate(str(path), revision), trust_remote_code=trust_remote_code)
     check_output(out, opened.folder, overwrite=overwrite)
     check_space(out, needed_bytes(opened))
     rebuilt, kept = opened.rebuilt(), opened.kept()

@@ -1,5 +1,6 @@
 """The checkpoint that is compressed: found locally or on the Hub, read lazily, refused early."""
 
+import glob
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fips.checkpoint.folder import is_file, read_json, require_inside, side_files
+from fips.checkpoint.folder import is_file, module_folders, read_json, require_inside, side_files
 from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
 from fips.errors import FormatError, NumericalError, SourceError
 
@@ -18,7 +19,7 @@ _NAMES = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )  # index of shards, single file; safetensors come first, as in transformers
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*",
-                  "README.md"]  # fmt: skip
+                  "*.md"]  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -167,10 +168,22 @@ def _download(model: str, revision: str | None) -> Path:
         folder = fetch([*SIDE_PATTERNS, "*.safetensors"])
         if not any(folder.glob("*.safetensors")):
             folder = fetch([*SIDE_PATTERNS, "*.bin"])
-        return folder
+        more = _named_files(folder)
+        return fetch([*SIDE_PATTERNS, *more]) if more else folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"{model}: no such folder, and the Hub gives no such model ({first}).") from error
+
+
+def _named_files(folder: Path) -> list[str]:
+    """Patterns of files that a model names besides the usual ones: in fips_report.json, and in modules.json."""
+    try:
+        report = read_json(folder / "fips_report.json") if is_file(folder / "fips_report.json") else None
+        modules = [f"{glob.escape(path)}/*" for path in module_folders(folder)]
+    except SourceError:  # whoever reads the file says so
+        return []
+    recorded = report.get("side_files") if isinstance(report, dict) else None
+    return [*modules, *map(glob.escape, recorded if isinstance(recorded, dict) else ())]
 
 
 def _refuse_quantized(config: dict[str, Any], name: str) -> None:
