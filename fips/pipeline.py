@@ -61,7 +61,7 @@ def compress(
     source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
-    report.origin = origin_of(source)
+    report.origin, report.trust_remote_code = origin_of(source), trust_remote_code
     calibration = calibrate(plan, config, report, progress)
     with output_folder(out, overwrite=overwrite) as folder:
         writer = CheckpointWriter(source, folder, plan.cast)

@@ -136,7 +136,7 @@ def test_metadata_without_a_hub_id(compressed: Path) -> None:
     found, body = split((compressed / "README.md").read_text())
     assert found == {"library_name": "transformers", "pipeline_tag": "text-generation",
                      "tags": ["fips", "compressed", "arxiv:2411.09816"]}  # fmt: skip
-    assert 'fips.load("dense-fips")' in body
+    assert 'fips.load("path/to/dense-fips")' in body
     assert "No evaluation was recorded" in body
 
 
@@ -193,7 +193,10 @@ def test_a_source_of_an_unknown_kind_has_no_task(llama: Path) -> None:
 ])  # fmt: skip
 def test_the_command_line_gives_the_same_settings(given: dict[str, Any], compressed: Path) -> None:
     settings = json.loads(json.dumps(CompressionConfig(**given).to_dict()))
-    words = shlex.split(command_line({**report_of(compressed), "settings": settings, "revision": "v 1"}))
+    report = {**report_of(compressed), "settings": settings, "revision": "v 1"}
+    if settings["calibration"]:
+        report["calibration"]["origin"] = f"{settings['calibration']}:train"
+    words = shlex.split(command_line(report))
     assert words[:4] == ["fips", "compress", "dense", "dense-fips"]
     root = cli.make_context("fips", [], resilient_parsing=True)
     parsed = compress_command.make_context("compress", words[2:], parent=root).params
@@ -209,6 +212,25 @@ def test_the_command_line_leaves_out_what_the_solver_never_reads(compressed: Pat
     report = report_of(compressed)
     assert report["settings"]["steps"] == 6  # of the gradient solver; the command would refuse it
     assert "--steps" not in command_line(report)
+
+
+@pytest.mark.parametrize(("given", "origin"), [
+    ("../acme-customers/photos", "photos"), ("acme-customers/photos/", "photos"), ("~/acme.customers/a.txt", "a.txt"),
+    (".", "photos"), ("../acme-customers/x.parquet", "x.parquet"),
+])  # fmt: skip
+def test_places_on_one_machine_are_not_shown(given: str, origin: str, compressed: Path) -> None:
+    report = report_of(compressed)
+    report["settings"]["calibration"], report["calibration"]["origin"] = given, origin
+    card = render(report)
+    assert f"--calibration {origin}" in card
+    assert "acme" not in card
+
+
+def test_the_command_line_trusts_the_code_that_was_trusted(compressed: Path) -> None:
+    report = {**report_of(compressed), "trust_remote_code": True}
+    assert shlex.split(command_line(report))[4] == "--trust-remote-code"
+    assert "trust_remote_code=True)" in render(report)
+    assert "trust" not in render({**report, "trust_remote_code": False})
 
 
 def test_side_files_are_listed_with_their_checksums(compressed: Path) -> None:

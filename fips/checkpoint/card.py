@@ -27,7 +27,7 @@ projection is stored, and one dense basis per group of blocks where the table of
 
 ```python
 import fips
-model = fips.load("{name}")  # this folder's path, or its id on the Hub
+model = fips.load("path/to/{name}"{trust})  # or its id on the Hub, owner/name
 ```
 
 After `import fips`, `from_pretrained` of transformers loads it as well. Without fips loading fails with a size
@@ -103,7 +103,8 @@ def render(report: dict[str, Any]) -> str:
     if origin["commit"]:
         source += f" at commit `{origin['commit']}`"
     body = _CARD.format(
-        name=f"{origin['name'].split('/')[-1]}-fips", source=source, paper=_PAPER, kept=_KEPT,
+        name=f"{origin['name'].split('/')[-1]}-fips", kept=_KEPT,
+        trust=", trust_remote_code=True" if report.get("trust_remote_code") else "", source=source, paper=_PAPER,
         sizes=_sizes(report), groups=_groups(report["groups"]), plot=_plot(report), quality=_quality(report),
         command=command_line(report), calibration=_calibration(report["calibration"]),
         settings=json.dumps(_shown_settings(report), indent=2), device=report["device"], dtype=report["dtype"],
@@ -119,6 +120,7 @@ def command_line(report: dict[str, Any]) -> str:
     words = ["fips", "compress", origin["name"], f"{origin['name'].split('/')[-1]}-fips"]
     if report["revision"]:
         words += ["--revision", report["revision"]]
+    words += ["--trust-remote-code"] if report.get("trust_remote_code") else []
     settings = _shown_settings(report)
     unread = MOMENTS_ONLY if settings["solver"] == "gradient" else GRADIENT_ONLY  # the command refuses these
     for name, value in settings.items():
@@ -244,9 +246,9 @@ def _calibration(found: dict[str, Any]) -> str:
 
 
 def _shown_settings(report: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with a calibration file's name in place of its place on one machine."""
-    settings = dict(report["settings"])
+    """The settings, with the name of a calibration file or folder instead of its place on one machine."""
+    settings, origin = dict(report["settings"]), report["calibration"]["origin"]
     text = settings["calibration"]
-    if text and (text.endswith((".txt", ".jsonl")) or Path(text).is_absolute()):
-        settings["calibration"] = Path(text).name
+    if text and text != "self" and not origin.startswith(f"{text.partition(':')[0]}:"):  # no data set of the Hub
+        settings["calibration"] = origin
     return settings
