@@ -63,8 +63,9 @@ def export(
 ) -> Export:
     """Writes a compressed checkpoint as an ordinary dense one.
 
-    It loads without fips and gives the logits of the compressed checkpoint bit by bit. Other tensors and files stay as
-    they are. One matrix at a time is rebuilt; the result is read back and appears only when it is right.
+    It loads without fips and gives the logits of the compressed checkpoint, bit by bit when both are loaded on a CPU:
+    matrices are rebuilt there, and another device rounds differently. Other tensors and files stay as they are. One
+    matrix at a time is rebuilt; the result is read back and appears only when it is right.
 
     Args:
         path: Folder written by `compress`, or the Hub id of one.

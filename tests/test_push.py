@@ -241,6 +241,69 @@ def test_weights_that_do_not_match_their_description(hub: HubServer, compressed:
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("small", [2**24, 0])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "README.md", "fips_report.json"])
+def test_a_file_that_changes_after_its_verification_is_not_published(
+    name: str, small: int, hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent is what was verified; of large files, which are not kept in memory, a change ends the push."""
+    from fips import publishing
+
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    real, other = publishing.prepare, bytes(reversed((compressed / name).read_bytes()))
+    weights = (out / "model.safetensors").stat().st_size
+    monkeypatch.setattr("fips.checkpoint.sealed._SMALL", small or weights - 1)
+
+    def prepare(*args: object) -> None:
+        real(*args)
+        (out / name).write_bytes(other)
+
+    monkeypatch.setattr(publishing, "prepare", prepare)
+    if name == "model.safetensors" and not small:
+        with pytest.raises(FormatError, match=r"model\.safetensors has changed since it was verified"):
+            fips.push(out, REPO)
+        assert on_hub(hub) == {}
+        return
+    fips.push(out, REPO)
+    assert on_hub(hub) == contents(compressed)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "fips_report.json"])
+def test_a_file_that_changes_right_after_its_verification(
+    name: str, hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fips import publishing
+
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    real = publishing.verify
+
+    def verify(*args: object, **kwargs: bool) -> object:
+        found = real(*args, **kwargs)
+        (out / name).write_text("{")
+        return found
+
+    monkeypatch.setattr(publishing, "verify", verify)
+    assert f"{name} has changed since it was verified" in fails(out, REPO)
+    assert hub.requests == []
+
+
+def test_what_would_fail_late_is_refused_early(
+    hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    for text in (b"---\nlicense: [\n---\n", b"---\ndate: 2023-02-30\n---\n", b"---\n- a\n---\n", b"\xff"):
+        (out / "README.md").write_bytes(text)
+        assert "README.md: its YAML block cannot be read" in fails(out, REPO)
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to("nowhere")
+    assert "README.md leads nowhere" in fails(out, REPO)
+    assert "revision is empty" in fails(compressed, REPO, "--revision", "", code=2)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("fips.publishing.verify", lambda *_, **__: pytest.fail("verified without a token"))
+    assert "hf auth login" in fails(compressed, REPO)
+    assert hub.requests == []
+
+
 @pytest.mark.parametrize("name", [".env", "notes.txt", "sub/more.safetensors", ".cache/huggingface/x.lock",
                                   "a/.b/c.json"])  # fmt: skip
 def test_foreign_and_hidden_files_are_named_and_refused(
@@ -262,7 +325,9 @@ def test_a_report_that_lists_only_weights(hub: HubServer, compressed: Path, tmp_
             (out / name).unlink()
     del report["side_files"], report["origin"]
     (out / "fips_report.json").write_text(json.dumps(report))
-    assert set(fips.push(out, REPO).files) == set(contents(out))
+    done = run("push", out, REPO)
+    assert "has no checksums of config.json, generation_config.json, " in done.err
+    assert set(on_hub(hub)) == set(contents(out))
     for name in ("more.safetensors", ".hidden.json"):
         (out / name).write_text("")
         assert name in fails(out, REPO)

@@ -39,14 +39,21 @@ def hub_place(folder: Path) -> tuple[str | None, str | None]:
 def read_metadata(card: Path) -> dict[str, Any]:
     """The inherited keys of a model card's YAML block; a missing or broken block has none."""
     try:
-        text = card.read_text(encoding="utf-8")
-        block = re.match(r"\ufeff?---\s*?\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)
-        found = yaml.safe_load(block[1]) if block else None
+        found = metadata_of(card.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no text, or a date such as 2023-02-30
         return {}
     if not isinstance(found, dict):
         return {}
     return {key: found[key] for key in _INHERITED if _plain(found.get(key))}
+
+
+def metadata_of(card: str) -> Any:
+    """What the YAML block of a model card says; None without one.
+
+    A damaged block raises YAMLError, ValueError (a date such as 2023-02-30), or RecursionError.
+    """
+    block = re.match(r"\ufeff?---\s*?\r?\n(.*?)^---\s*$", card, re.DOTALL | re.MULTILINE)
+    return yaml.safe_load(block[1]) if block else None
 
 
 def _plain(value: object) -> bool:

@@ -19,7 +19,8 @@ from fips.report import human_bytes
 def command(path: str, out: str, revision: str | None, max_shard_size: str | None, **options: bool) -> None:
     """Write the compressed checkpoint at PATH as an ordinary dense one into the new folder OUT.
 
-    OUT has the dense model's size, loads without fips, and gives the outputs of the compressed checkpoint bit by bit.
+    OUT has the dense model's size, loads without fips, and, loaded on a CPU, gives the outputs of the compressed
+    checkpoint bit by bit.
     """
     as_json = options.pop("as_json")
     size = CompressionConfig.max_shard_size if max_shard_size is None else parse_size(max_shard_size)
