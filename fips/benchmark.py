@@ -15,7 +15,8 @@ import torch
 import fips
 from fips import errors
 from fips.checkpoint.load import is_compressed
-from fips.checkpoint.source import locate, weight_paths
+from fips.checkpoint.reload import stored_tensors
+from fips.checkpoint.source import locate, read_config, require_depth, weight_paths
 from fips.checkpoint.tokenizer import load_config
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FipsError, SourceError
@@ -112,6 +113,7 @@ def _check_fits(folders: list[Path], config: BenchConfig, *, trust_remote_code: 
     limit = getattr(configs[0], "max_position_embeddings", None)
     causal = writes_text(configs[0], trust_remote_code=trust_remote_code)
     if not causal and hasattr(configs[0], "vocab_size"):
+        require_depth(read_config(folders[0]), len(stored_tensors(weight_paths(folders[0]))), folders[0])
         configs[0].quantization_config = None
         limit = token_places(build_skeleton(configs[0], trust_remote_code=trust_remote_code))
     needed = config.prompt_length + (config.new_tokens if causal else 0)

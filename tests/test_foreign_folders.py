@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 import fips
 from fips.checkpoint.folder import all_files
 from fips.checkpoint.source import open_source
 from fips.errors import FipsError
+from fips.models.skeleton import build_skeleton
 from tests.command import tree
 from tests.families import edit_config, write_model
 
@@ -154,6 +155,28 @@ def test_more_layers_than_tensors(llama: Path, compressed: Path, tmp_path: Path)
         with pytest.raises(FipsError, match=r"num_hidden_layers 1000000000.*tensors"):
             call(copied)
         shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000"),
+    ({"parts": [{"depths": [2, 2, 10**9, 2]}]}, "depths 1000000006"),
+    ({"max_position_embeddings": 2 * 10**10}, "max_position_embeddings 20000000000"),
+    ({"num_labels": 10**9}, "num_labels 1000000000"),
+])  # fmt: skip
+def test_absurd_claims_in_any_part(values: dict[str, Any], words: str, llama: Path, compressed: Path,
+                                   tmp_path: Path) -> None:  # fmt: skip
+    for number, (folder, call) in enumerate(((llama, fips.inspect), (compressed, fips.load))):
+        copied = Path(shutil.copytree(folder, tmp_path / str(number)))
+        edit_config(copied, **values)
+        with pytest.raises(FipsError, match=words):
+            call(copied)
+
+
+def test_tables_larger_than_any_models_are_not_made() -> None:
+    sizes = {"hidden_size": 2, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    build_skeleton(BertConfig(**sizes))
+    with pytest.raises(FipsError, match=r"a table of 2,400,000,000 bytes"):
+        build_skeleton(BertConfig(**sizes, max_position_embeddings=3 * 10**8))
 
 
 @pytest.mark.parametrize(("key", "value"), [("architectures", 3), ("architectures", [3]), ("auto_map", "x")])

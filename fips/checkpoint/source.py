@@ -20,7 +20,8 @@ _NAMES = (
 )  # index of shards, single file; safetensors come first, as in transformers
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*",
                   "*.md"]  # fmt: skip
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depths")  # the last a list, one per stage
+_LARGEST = {"max_position_embeddings": 2**24, "n_positions": 2**24, "num_labels": 2**20}
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 def require_depth(config: dict[str, Any], tensors: int, folder: Path) -> None:
     """Refuses a config.json with more layers than there are tensors, before a model of that depth is built.
 
+    Absurd numbers of positions and labels, for which tables would be made, are refused too; in parts of the config as
+    well as in itself.
+
     Raises:
         SourceError: Naming the key.
     """
-    for key in _DEPTHS:
-        depth = config.get(key)
-        if isinstance(depth, int) and depth > tensors:
-            raise SourceError(f"{folder}: config.json has {key} {depth}, but only {tensors} tensors are stored.")
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if key == "quantization_config":
+                continue
+            parts += value if isinstance(value, list) else [value]
+            count = sum(n for n in value if isinstance(n, int)) if isinstance(value, list) else value
+            if key in _DEPTHS and isinstance(count, int) and count > tensors:
+                raise SourceError(f"{folder}: config.json has {key} {count}, but only {tensors} tensors are stored.")
+            if key in _LARGEST and isinstance(value, int) and value > _LARGEST[key]:
+                raise SourceError(f"{folder}: config.json has {key} {value}; more than {_LARGEST[key]} is no model's.")
 
 
 def locate(model: str, revision: str | None = None) -> Path:
