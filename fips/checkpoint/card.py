@@ -12,6 +12,7 @@ import yaml
 from fips.checkpoint.plot import PLOT_NAME, mean
 from fips.config import GRADIENT_ONLY, MOMENTS_ONLY, CompressionConfig
 from fips.errors import FormatError
+from fips.tasks import TaskResult
 
 CARD_NAME = "README.md"
 _PAPER = "2411.09816"
@@ -220,12 +221,9 @@ def _tasks(found: dict[str, Any]) -> tuple[list[list[str]], str]:
     """Rows, the last column of which is a difference, and the protocol, of scores on tasks of lm-eval."""
     pairs = zip(found["tasks"], found["baseline"]["tasks"] if found["baseline"] else found["tasks"], strict=True)
     rows = []
-    for ours, dense in pairs:
-        shown = [f"{one['value']:.4f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.4f}")
-                 for one in (ours, dense)]  # fmt: skip
-        name = f"{ours['task']} {ours['metric']} ({ours['shots']}-shot, version {ours['version']})"
-        rows.append([name, *shown, f"{ours['value'] - dense['value']:+.4f}"] if found["baseline"]
-                    else [name, shown[0], _UNMEASURED, ""])  # fmt: skip
+    for ours, dense in ((TaskResult(**one), TaskResult(**other)) for one, other in pairs):
+        compared = [dense.cell(), f"{ours.value - dense.value:+.4f}"] if found["baseline"] else [_UNMEASURED, ""]
+        rows.append([ours.name, ours.cell(), *compared])
     protocol = found["protocol"]
     limit = "all documents" if protocol["limit"] is None else f"the first {protocol['limit']} documents of every task"
     return rows, f"lm-eval {protocol['lm_eval']}, {limit}"
