@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from fips.checkpoint.card import CARD_NAME
-from fips.checkpoint.format import QUANT_METHOD, REPORT_NAME
+from fips.checkpoint.dense import description_of
+from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.hub import Place, check_repo_id, compare, connect, others_on, prepare, upload, upload_bars
 from fips.checkpoint.origin import metadata_of
 from fips.checkpoint.record import read_report
@@ -177,9 +178,7 @@ def _require_verified(folder: Path, *, trust_remote_code: bool) -> dict[str, Any
     """
     if not folder.is_dir():
         raise SourceError(f"{folder}: no such folder; expected one written by `fips compress`.")
-    description = read_config(folder).get("quantization_config")
-    if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
-        raise FormatError(f"{folder} is not a checkpoint compressed by fips; only those are pushed.")
+    description_of(folder, read_config(folder))
     report = read_report(folder)
     found = verify(folder, load=False, trust_remote_code=trust_remote_code)
     if not found.ok:
