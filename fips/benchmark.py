@@ -15,18 +15,19 @@ import torch
 import fips
 from fips import errors
 from fips.checkpoint.load import is_compressed
-from fips.checkpoint.source import locate, weight_paths
+from fips.checkpoint.reload import stored_tensors
+from fips.checkpoint.source import locate, read_config, require_depth, weight_paths
 from fips.checkpoint.tokenizer import load_config
 from fips.config import RUNTIMES
 from fips.errors import ConfigError, FipsError, SourceError
-from fips.models.kinds import writes_text
+from fips.models.kinds import token_places, writes_text
+from fips.models.skeleton import build_skeleton
 from fips.plan import resolve_device, versions
 from fips.progress import Progress
 from fips.resources import processor
 from fips.timings import Benched, Benchmark, Series
 from fips.workload import BenchConfig
 
-_MODULE = "fips.benchmark_process"
 _LABELS = {"dense": "rebuilt", "packed": "packed"}  # runtime → what it is called beside the dense checkpoint
 _SAME = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
@@ -66,8 +67,16 @@ def bench(
     for number in range(config.repeats):
         for label, name, where, runtime in jobs:
             progress.note(f"round {number + 1} of {config.repeats}: {label} ({name})")
-            answer = _run({"folder": str(where), "runtime": runtime, "trust_remote_code": trust_remote_code,
-                           "threads": torch.get_num_threads(), "config": config.to_dict()}, f"{name} ({label})")
+            answer = _run(
+                {
+                    "folder": str(where),
+                    "runtime": runtime,
+                    "trust_remote_code": trust_remote_code,
+                    "threads": torch.get_num_threads(),
+                    "config": config.to_dict(),
+                },
+                f"{name} ({label})",
+            )
             found[label].append(answer)
             config = replace(config, dtype=answer["dtype"])  # the compressed one's for all that follow
     models = [Benched(label, name, None if label == "dense" else runtime, _merged(found[label]))
@@ -103,6 +112,10 @@ def _check_fits(folders: list[Path], config: BenchConfig, *, trust_remote_code: 
                               f"not {values[0]}; expected the dense checkpoint it was made from.")  # fmt: skip
     limit = getattr(configs[0], "max_position_embeddings", None)
     causal = writes_text(configs[0], trust_remote_code=trust_remote_code)
+    if not causal and hasattr(configs[0], "vocab_size"):
+        require_depth(read_config(folders[0]), len(stored_tensors(weight_paths(folders[0]))), folders[0])
+        configs[0].quantization_config = None
+        limit = token_places(build_skeleton(configs[0], trust_remote_code=trust_remote_code))
     needed = config.prompt_length + (config.new_tokens if causal else 0)
     if isinstance(limit, int) and 1 < limit < needed and hasattr(configs[0], "vocab_size"):
         parts = f"prompt_length {config.prompt_length}" + (f" + new_tokens {config.new_tokens}" if causal else "")
@@ -115,10 +128,9 @@ def _run(job: dict[str, Any], name: str) -> dict[str, Any]:
     Raises:
         FipsError: What was raised there, or that the process died.
     """
-    home = str(Path(fips.__file__).parents[1])
-    paths = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-m", _MODULE], input=json.dumps(job), capture_output=True, text=True,
-                          check=False, env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
+    code = f"import sys; sys.path[:] = {_search_path()!r}; from fips.benchmark_process import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(job), capture_output=True, text=True,
+                          check=False)  # fmt: skip
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
@@ -129,6 +141,12 @@ def _run(job: dict[str, Any], name: str) -> dict[str, Any]:
         kind: type[FipsError] = getattr(errors, answer["kind"], FipsError)
         raise kind(f"{name}: {answer['error']}")
     return answer
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules, but not in the working folder: that may be a model's, and hold a json.py."""
+    here, home = os.path.realpath(os.curdir), os.path.realpath(Path(fips.__file__).parents[1])
+    return [path for path in map(os.path.abspath, sys.path) if os.path.realpath(path) != here or here == home]
 
 
 def _merged(answers: list[dict[str, Any]]) -> tuple[Series, ...]:

@@ -1,4 +1,4 @@
-"""One model of a benchmark, measured in a process of its own: `python -m fips.benchmark_process`.
+"""One model of a benchmark, measured in a process of its own, which `benchmark.py` starts.
 
 A job comes as JSON on stdin; what was measured, or the error, goes as JSON to stdout.
 """
@@ -69,6 +69,7 @@ class _Memory:
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
+        self.fresh = True
         if self.cuda:
             torch.zeros(1, device=device)  # starts CUDA
         self.before = (0, 0)
@@ -77,18 +78,18 @@ class _Memory:
         self.before = (now, now)
 
     def read(self) -> tuple[int, int]:
-        """Bytes now, and at most since `reset_peak`; 0 where the system does not tell."""
+        """Bytes now, and at most since `reset_peak`; 0 where the system does not tell, or does not reset the peak."""
         if self.cuda:
             return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         now, peak = resident_memory() or (0, 0)
-        return max(now - self.before[0], 0), max(peak - self.before[1], 0)
+        return max(now - self.before[0], 0), max(peak - self.before[1], 0) if self.fresh else 0
 
     def reset_peak(self) -> None:
         """Starts the peak anew."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            reset_peak()
+            self.fresh = reset_peak()
 
 
 def _answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +110,3 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         answer = _answer(job)
     sys.stdout.write(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

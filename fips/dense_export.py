@@ -55,6 +55,7 @@ def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     max_shard_size: int = CompressionConfig.max_shard_size,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -62,12 +63,14 @@ def export(
 ) -> Export:
     """Writes a compressed checkpoint as an ordinary dense one.
 
-    It loads without fips and gives the logits of the compressed checkpoint bit by bit. Other tensors and files stay as
-    they are. One matrix at a time is rebuilt; the result is read back and appears only when it is right.
+    It loads without fips and gives the logits of the compressed checkpoint, bit by bit when both are loaded on a CPU:
+    matrices are rebuilt there, and another device rounds differently. Other tensors and files stay as they are. One
+    matrix at a time is rebuilt; the result is read back and appears only when it is right.
 
     Args:
         path: Folder written by `compress`, or the Hub id of one.
         out: New folder.
+        revision: Branch, tag or commit of a Hub id.
         max_shard_size: Largest weights file in bytes.
         overwrite: Whether `out` may hold an older model, which is then replaced whole.
         trust_remote_code: Whether Python code in the checkpoint may run.
@@ -80,7 +83,7 @@ def export(
     progress, out = progress or Progress(-1), Path(out)
     if max_shard_size < 1:
         raise ConfigError(f"max_shard_size is {max_shard_size}; expected a positive number of bytes.")
-    opened = open_packed(locate(str(path)), trust_remote_code=trust_remote_code)
+    opened = open_packed(locate(str(path), revision), trust_remote_code=trust_remote_code)
     check_output(out, opened.folder, overwrite=overwrite)
     check_space(out, needed_bytes(opened))
     rebuilt, kept = opened.rebuilt(), opened.kept()

@@ -11,7 +11,7 @@ import torch
 
 from fips.calibrate import patches
 from fips.checkpoint.load import load_any
-from fips.checkpoint.record import read_report, record_evaluation
+from fips.checkpoint.record import record_evaluation, recordable
 from fips.checkpoint.source import locate
 from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
@@ -137,7 +137,7 @@ def evaluate(
         images = config.text is None and (config.images is not None or pixels)
         test = (_images if images else _text)(config, folders[0], configs, trust_remote_code)
     if config.update_card:
-        read_report(folders[0])  # refused before anything runs
+        recordable(folders[0])  # refused before anything runs
     sizes = [sizes_of(folder, trust_remote_code=trust_remote_code) for folder in folders]
     results: list[Measured] = []
     for name, folder, size in zip((model, baseline), folders, sizes, strict=False):

@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 from fips.calibrate import calibrate, check_calibration
-from fips.checkpoint.card import write_card
+from fips.checkpoint.card import CARD_NAME, card_text
 from fips.checkpoint.folder import file_digest
 from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.origin import origin_of
 from fips.checkpoint.plot import draw_groups
 from fips.checkpoint.record import side_digests
 from fips.checkpoint.reload import stored_tensors, verify_written, weight_files
-from fips.checkpoint.save import CheckpointWriter, write_json
+from fips.checkpoint.save import CheckpointWriter, replace_text, write_json
 from fips.checkpoint.source import open_source
 from fips.checkpoint.workdir import check_output, check_space, output_folder
 from fips.config import CompressionConfig
@@ -61,7 +61,7 @@ def compress(
     source.require_finite(source.infos, plan.cast)
     report = CompressionReport(str(model), revision, config.to_dict(), {}, versions(), plan.device,
                                str(plan.dtype).removeprefix("torch."))  # fmt: skip
-    report.origin = origin_of(source)
+    report.origin, report.trust_remote_code = origin_of(source), trust_remote_code
     calibration = calibrate(plan, config, report, progress)
     with output_folder(out, overwrite=overwrite) as folder:
         writer = CheckpointWriter(source, folder, plan.cast)
@@ -72,7 +72,7 @@ def compress(
         report.calibration = calibration.to_dict()
         _finish_report(report, writer, started)
         write_json(folder / REPORT_NAME, report.to_dict())
-        write_card(folder, report.to_dict())
+        replace_text(folder / CARD_NAME, card_text(folder, report.to_dict()))
     return report
 
 

@@ -118,6 +118,7 @@ class CompressionReport:
         side_files: Every other file → SHA-256, but for the model card and the report itself.
         origin: What is known of the source: name, Hub id, commit, task, and what its model card says.
         verified: Whether the written folder was read back and compared bit by bit.
+        trust_remote_code: Whether Python code of the source was allowed to run.
         notes: What the user should know: dead features, few tokens, chosen calibration.
     """
 
@@ -136,6 +137,7 @@ class CompressionReport:
     side_files: dict[str, str] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
+    trust_remote_code: bool = False
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

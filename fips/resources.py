@@ -31,12 +31,13 @@ def resident_memory() -> tuple[int, int] | None:
     return (1024 * int(values["VmRSS"]), 1024 * int(values["VmHWM"])) if len(values) == 2 else None
 
 
-def reset_peak() -> None:
-    """Starts the largest resident memory anew, where the system allows that."""
+def reset_peak() -> bool:
+    """Starts the largest resident memory anew, and tells whether the system allowed that."""
     try:
         _PEAK_RESET.write_text("5", encoding="utf-8")
     except OSError:  # not Linux, or a container that forbids it: the peak then holds from the start of the process
-        return
+        return False
+    return True
 
 
 def release_memory() -> None:

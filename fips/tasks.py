@@ -1,4 +1,4 @@
-"""Tasks a language model is scored on, validated. Standard library only: the command line imports it before torch."""
+"""Tasks a language model is scored on, validated, and its scores. Standard library only: imported before torch."""
 
 import os
 from dataclasses import dataclass
@@ -53,6 +53,50 @@ class TaskConfig:
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("runtime", RUNTIMES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One metric of one task.
+
+    Attributes:
+        task: Name of the task or group.
+        metric: Such as "acc_norm".
+        filter: How answers were read from what the model writes; "none" where they are not.
+        value: The score.
+        stderr: Its standard error over the documents, where lm-eval gives one.
+        shots: Examples in every prompt; None for a group whose tasks differ.
+        version: Version of the task.
+        documents: How many were scored; None for a group.
+        more_is_better: Whether a larger score is better; None where lm-eval does not say.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    shots: int | None
+    version: str | None
+    documents: int | None
+    more_is_better: bool | None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is compared by."""
+        return self.task, self.metric, self.filter
+
+    @property
+    def name(self) -> str:
+        """For a row of a table."""
+        told = [f"{self.shots}-shot"] if self.shots is not None else []
+        told += [f"version {self.version}"] if self.version is not None else []
+        told += [self.filter] if self.filter != "none" else []
+        return f"{self.task} {self.metric}" + (f" ({', '.join(told)})" if told else "")
+
+    def cell(self) -> str:
+        """The score, with its standard error where there is one."""
+        return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ def verify(
     path: str | os.PathLike[str],
     against: str | os.PathLike[str] | None = None,
     *,
+    revision: str | None = None,
     load: bool = True,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -105,6 +106,7 @@ def verify(
         path: Folder written by `compress`, or the Hub id of one.
         against: The dense checkpoint it was made from: what was not compressed must be equal bit by bit, and of what
             was the relative error of the weights is given.
+        revision: Branch, tag or commit of a Hub id at `path`.
         load: Whether the model is loaded at the end, which takes the memory of the dense one. Everything else holds
             one tensor at a time.
         trust_remote_code: Whether Python code in the checkpoint may run.
@@ -113,7 +115,7 @@ def verify(
     Raises:
         FipsError: If there is no compressed checkpoint at `path`, or no usable source at `against`.
     """
-    progress, folder = progress or Progress(-1), locate(str(path))
+    progress, folder = progress or Progress(-1), locate(str(path), revision)
     if not has_report(folder):
         description_of(folder, read_config(folder))
     source = open_source(against) if against is not None else None
@@ -155,7 +157,7 @@ def _check(name: str, detail: str, problems: Iterable[str]) -> Check:
     found: list[str] = []
     try:
         found.extend(map(_printable, problems))
-    except FipsError as error:
+    except (FipsError, OSError) as error:
         found.append(_printable(str(error)))
     return Check(name, "failed" if found else "ok", detail, tuple(found))
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
+from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel, ViTConfig, ViTForImageClassification
 
 import fips
 from fips import benchmark
@@ -22,7 +22,7 @@ from fips.resources import reset_peak, resident_memory
 from fips.timings import BYTES, Benched, Benchmark, Series
 from fips.workload import BenchConfig, parse_sizes
 from tests.command import refused, run
-from tests.families import edit_config, write_model
+from tests.families import edit_config, tokenizer, write_model
 
 SMALL = BenchConfig(batch_sizes=(1, 3), prompt_length=8, new_tokens=3, repeats=2, device="cpu")
 QUICK = ["--batch-sizes", "2", "--prompt-length", "8", "--new-tokens", "3", "--repeats", "1", "--device", "cpu"]
@@ -250,6 +250,40 @@ def test_a_process_needs_neither_the_working_folder_nor_an_installed_fips(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path)]))
     assert benchmark._run(job(compressed, runtime="packed"), "name")["dtype"] == "float32"
+
+
+def test_code_in_the_working_folder_does_not_run(
+    compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cd downloaded-model && fips bench .`: the folder may hold a json.py."""
+    for name in ("json", "torch", "tempfile"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert benchmark._run(job(compressed, runtime="packed"), "name")["dtype"] == "float32"
+    assert not (tmp_path / "executed").exists()
+    assert str(tmp_path) not in benchmark._search_path()
+
+
+def test_a_peak_that_cannot_be_reset_is_not_measured(compressed: Path) -> None:
+    with patch("fips.benchmark_process.reset_peak", return_value=False), patch("torch.set_num_threads"):
+        series = [Series(**one) for one in measure(job(compressed))["series"]]
+    assert [one.cell() for one in series if one.what.startswith("peak")] == 2 * ["not measured"]
+
+
+def test_a_text_that_roberta_has_no_places_for_is_refused_early(calibration: Path, settings, tmp_path: Path) -> None:
+    """Its places begin behind the padding: of 64 a text gets 62."""
+    config = RobertaConfig(hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+                           vocab_size=96, max_position_embeddings=64, pad_token_id=1)  # fmt: skip
+    RobertaModel(config).save_pretrained(tmp_path / "dense")
+    tokenizer().save_pretrained(tmp_path / "dense")
+    fips.compress(tmp_path / "dense", tmp_path / "out", settings(steps=0))
+    small = replace(SMALL, prompt_length=63)
+    with patch.object(benchmark, "_run", side_effect=AssertionError):
+        with pytest.raises(ConfigError, match=r"prompt_length 63 .* reads 62 at most"):
+            fips.bench(tmp_path / "out", config=small)
+        with pytest.raises(AssertionError):
+            fips.bench(tmp_path / "out", config=replace(SMALL, prompt_length=62))
 
 
 def test_what_other_libraries_raise_is_told_too(compressed: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 import fips
-from fips.checkpoint import record
-from fips.checkpoint.card import command_line, render, write_card
+from fips.checkpoint.card import card_text, command_line, render
 from fips.checkpoint.checks import checksum_problems, recorded_digests
 from fips.checkpoint.origin import origin_of, read_metadata
 from fips.checkpoint.plot import PLOT_NAME, draw_groups
@@ -122,17 +121,13 @@ def test_every_number_of_the_card_is_in_the_report(evaluated: tuple[Path, dict[s
 
 def test_the_card_is_made_of_the_report_alone(evaluated: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = evaluated
-    write_card(tmp_path, report_of(folder))
-    assert (tmp_path / "README.md").read_bytes() == (folder / "README.md").read_bytes()
+    assert card_text(tmp_path, report_of(folder)).encode() == (folder / "README.md").read_bytes()
 
 
 def test_what_was_written_below_the_last_line_is_kept(compressed: Path, tmp_path: Path) -> None:
     report = report_of(compressed)
-    write_card(tmp_path, report)
-    card = (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text(card + "\nMy own words.\n")
-    write_card(tmp_path, {**report, "notes": ["a new note"]})
-    again = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(card_text(tmp_path, report) + "\nMy own words.\n")
+    again = card_text(tmp_path, {**report, "notes": ["a new note"]})
     assert "- a new note\n" in again
     assert again.endswith("\n\nMy own words.\n")
 
@@ -141,7 +136,7 @@ def test_metadata_without_a_hub_id(compressed: Path) -> None:
     found, body = split((compressed / "README.md").read_text())
     assert found == {"library_name": "transformers", "pipeline_tag": "text-generation",
                      "tags": ["fips", "compressed", "arxiv:2411.09816"]}  # fmt: skip
-    assert 'fips.load("dense-fips")' in body
+    assert 'fips.load("path/to/dense-fips")' in body
     assert "No evaluation was recorded" in body
 
 
@@ -171,6 +166,8 @@ def test_metadata_of_a_model_of_the_hub(llama: Path, settings, tmp_path: Path) -
     ("---\nlicense: mit\n", {}),
     ("---\nlicense: mit\nlanguage: no\ndatasets: [1, 2]\npipeline_tag: ''\n---\n", {"license": "mit"}),
     ("---\nlicense: !!python/object/apply:os.system [exit]\n---\n", {}),
+    ("---\nlicense: mit\ndate: 2023-02-30\n---\n", {}),
+    ("---\nlicense: " + "[" * 5000 + "\n---\n", {}),
     ("\ufeff---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
 ])  # fmt: skip
 def test_broken_metadata_is_left_out(text: str, expected: dict[str, str], tmp_path: Path) -> None:
@@ -196,7 +193,10 @@ def test_a_source_of_an_unknown_kind_has_no_task(llama: Path) -> None:
 ])  # fmt: skip
 def test_the_command_line_gives_the_same_settings(given: dict[str, Any], compressed: Path) -> None:
     settings = json.loads(json.dumps(CompressionConfig(**given).to_dict()))
-    words = shlex.split(command_line({**report_of(compressed), "settings": settings, "revision": "v 1"}))
+    report = {**report_of(compressed), "settings": settings, "revision": "v 1"}
+    if settings["calibration"]:
+        report["calibration"]["origin"] = f"{settings['calibration']}:train"
+    words = shlex.split(command_line(report))
     assert words[:4] == ["fips", "compress", "dense", "dense-fips"]
     root = cli.make_context("fips", [], resilient_parsing=True)
     parsed = compress_command.make_context("compress", words[2:], parent=root).params
@@ -212,6 +212,25 @@ def test_the_command_line_leaves_out_what_the_solver_never_reads(compressed: Pat
     report = report_of(compressed)
     assert report["settings"]["steps"] == 6  # of the gradient solver; the command would refuse it
     assert "--steps" not in command_line(report)
+
+
+@pytest.mark.parametrize(("given", "origin"), [
+    ("../acme-customers/photos", "photos"), ("acme-customers/photos/", "photos"), ("~/acme.customers/a.txt", "a.txt"),
+    (".", "photos"), ("../acme-customers/x.parquet", "x.parquet"),
+])  # fmt: skip
+def test_places_on_one_machine_are_not_shown(given: str, origin: str, compressed: Path) -> None:
+    report = report_of(compressed)
+    report["settings"]["calibration"], report["calibration"]["origin"] = given, origin
+    card = render(report)
+    assert f"--calibration {origin}" in card
+    assert "acme" not in card
+
+
+def test_the_command_line_trusts_the_code_that_was_trusted(compressed: Path) -> None:
+    report = {**report_of(compressed), "trust_remote_code": True}
+    assert shlex.split(command_line(report))[4] == "--trust-remote-code"
+    assert "trust_remote_code=True)" in render(report)
+    assert "trust" not in render({**report, "trust_remote_code": False})
 
 
 def test_side_files_are_listed_with_their_checksums(compressed: Path) -> None:
@@ -259,16 +278,58 @@ def test_an_evaluation_of_another_checkpoint_is_refused(
 def test_an_evaluation_that_cannot_be_written(
     evaluated: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, _value: object) -> None:
-        path.write_text("{")
+    def full(_path: Path, _target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     folder, found = evaluated
     out = Path(shutil.copytree(folder, tmp_path / "out"))
-    monkeypatch.setattr(record, "write_json", full)
+    monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(OutputError, match=r"cannot be recorded.*No space left"):
         record_evaluation(out, found)
     assert tree(out) == tree(folder)
+
+
+def test_an_evaluation_writes_through_no_link(
+    evaluated: tuple[Path, dict[str, Any]], calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what cannot be written again is refused before the evaluation."""
+    folder, found = evaluated
+    mine = tmp_path / "mine"
+    mine.write_text("keep")
+
+    def damage_card(out: Path) -> None:
+        (out / "README.md").write_bytes(b"\xff")
+
+    def damage_report(out: Path) -> None:
+        report = report_of(out)
+        del report["calibration"]
+        (out / "fips_report.json").write_text(json.dumps(report))
+
+    def link(name: str) -> Any:
+        def place(out: Path) -> None:
+            (out / name).rename(out / f"a-{name}")
+            (out / name).symlink_to(mine if name == "README.md" else f"a-{name}")
+
+        return place
+
+    cases = {"models--a--b/snapshots/0": (lambda _: None, "Hub's cache"), "c": (damage_card, "UTF-8"),
+             "r": (damage_report, "calibration"), "l": (link("README.md"), "no regular file"),
+             "k": (link("fips_report.json"), "is a link")}  # fmt: skip
+    monkeypatch.setattr("fips.evaluation.load_any", lambda *_, **__: pytest.fail("evaluated"))
+    for name, (place, match) in cases.items():
+        out = Path(shutil.copytree(folder, tmp_path / name))
+        place(out)
+        before = tree(out)
+        with pytest.raises(fips.FipsError, match=match):
+            fips.evaluate(out, None, fips.EvaluationConfig(text=str(calibration), device="cpu", update_card=True))
+        with pytest.raises(fips.FipsError, match=match):
+            record_evaluation(out, found)
+        assert tree(out) == before
+    assert mine.read_text() == "keep"
+    out = Path(shutil.copytree(folder, tmp_path / "planted"))
+    (out / ".fips_report.json.new").symlink_to(mine)
+    record_evaluation(out, found)
+    assert mine.read_text() == "keep"
 
 
 def test_no_picture_without_matplotlib(compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import fips
 from fips.checkpoint import workdir
+from fips.checkpoint.dense import PackedCheckpoint
+from fips.checkpoint.export import _card as export_card
 from fips.checkpoint.folder import file_digest
 from fips.errors import ConfigError, FormatError, OutputError, SourceError
 from tests.command import run, tree
@@ -128,6 +131,21 @@ def test_side_files_config_card_and_shards(compressed: Path, llama: Path, tmp_pa
     assert {n: b for n, b in tree(tmp_path / "again").items() if n != "README.md"} == {
         n: b for n, b in tree(tmp_path / "out").items() if n != "README.md"
     }
+
+
+def test_license_and_class_in_the_card(compressed: Path, tmp_path: Path) -> None:
+    """The license of a model goes on with it; without `architectures` the class is transformers' default."""
+    packed = Path(shutil.copytree(compressed, tmp_path / "packed"))
+    (packed / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\ntags: [fips]\n---\n# Small\n")
+    edit_config(packed, architectures=None)
+    fips.export(packed, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1]) == {
+        "library_name": "transformers", "license": "apache-2.0", "language": ["en"]
+    }  # fmt: skip
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    opened = PackedCheckpoint(packed, {"model_type": "vit"}, (), {}, {})
+    assert "from transformers import AutoModel\n" in export_card(opened, "x")
 
 
 def test_a_config_of_another_dtype_than_the_values(compressed: Path, tmp_path: Path) -> None:

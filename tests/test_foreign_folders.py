@@ -1,5 +1,6 @@
 """Folders made by somebody else: links that lead out of them, the Hub's cache, absurd claims, missing tensors."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 import fips
+from fips.checkpoint.folder import all_files
 from fips.checkpoint.source import open_source
 from fips.errors import FipsError
+from fips.models.skeleton import build_skeleton
 from tests.command import tree
 from tests.families import edit_config, write_model
 
@@ -109,6 +112,41 @@ def test_a_link_out_of_the_hubs_cache(llama: Path, tmp_path: Path) -> None:
         open_source(snapshot).side_files()
 
 
+def test_a_link_in_the_place_of_the_hubs_blobs(llama: Path, tmp_path: Path) -> None:
+    """It would let a folder name the place that its links may lead to."""
+    snapshot = in_cache(llama, tmp_path / "hub")
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.rename(tmp_path / "home")
+    (tmp_path / "home" / "id_rsa").write_text("secret")
+    blobs.symlink_to(tmp_path / "home")
+    (snapshot / "notes.txt").symlink_to("../../blobs/id_rsa")
+    with pytest.raises(FipsError, match="outside of the model folder"):
+        open_source(snapshot)
+    with pytest.raises(FipsError, match="outside of the model folder"):
+        all_files(snapshot)
+
+
+def test_weights_of_further_modules_are_kept(llama: Path, settings, tmp_path: Path) -> None:
+    """As sentence-transformers has them; those of other formats and places are left out."""
+    source = Path(shutil.copytree(llama, tmp_path / "source"))
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense/"}, {"path": "."}, {"path": "../x"}, 3]
+    (source / "modules.json").write_text(json.dumps(modules))
+    for name in ("2_Dense/model.safetensors", "2_Dense/config.json", "1_Pooling/config.json", "onnx/model.onnx",
+                 "pytorch_model.bin"):  # fmt: skip
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"content of {name}")
+    report = fips.compress(source, tmp_path / "out", settings(steps=0))
+    fips.export(tmp_path / "out", tmp_path / "dense")
+    for folder in (tmp_path / "out", tmp_path / "dense"):
+        assert (folder / "2_Dense" / "model.safetensors").read_text() == "content of 2_Dense/model.safetensors"
+        assert not (folder / "onnx").exists()
+        assert not (folder / "pytorch_model.bin").exists()
+    assert "2_Dense/model.safetensors" in report.side_files
+    assert fips.verify(tmp_path / "out", source, load=False).ok
+    (tmp_path / "out" / "2_Dense" / "model.safetensors").write_text("another")
+    assert sum("2_Dense" in problem for problem in fips.verify(tmp_path / "out", source, load=False).problems) == 2
+
+
 def test_more_layers_than_tensors(llama: Path, compressed: Path, tmp_path: Path) -> None:
     """Building a million layers would take the memory and the day."""
     for folder, call in ((llama, fips.inspect), (compressed, fips.load), (compressed, lambda f: fips.export(f, f))):
@@ -117,6 +155,28 @@ def test_more_layers_than_tensors(llama: Path, compressed: Path, tmp_path: Path)
         with pytest.raises(FipsError, match=r"num_hidden_layers 1000000000.*tensors"):
             call(copied)
         shutil.rmtree(copied)
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000"),
+    ({"parts": [{"depths": [2, 2, 10**9, 2]}]}, "depths 1000000006"),
+    ({"max_position_embeddings": 2 * 10**10}, "max_position_embeddings 20000000000"),
+    ({"num_labels": 10**9}, "num_labels 1000000000"),
+])  # fmt: skip
+def test_absurd_claims_in_any_part(values: dict[str, Any], words: str, llama: Path, compressed: Path,
+                                   tmp_path: Path) -> None:  # fmt: skip
+    for number, (folder, call) in enumerate(((llama, fips.inspect), (compressed, fips.load))):
+        copied = Path(shutil.copytree(folder, tmp_path / str(number)))
+        edit_config(copied, **values)
+        with pytest.raises(FipsError, match=words):
+            call(copied)
+
+
+def test_tables_larger_than_any_models_are_not_made() -> None:
+    sizes = {"hidden_size": 2, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    build_skeleton(BertConfig(**sizes))
+    with pytest.raises(FipsError, match=r"a table of 2,400,000,000 bytes"):
+        build_skeleton(BertConfig(**sizes, max_position_embeddings=3 * 10**8))
 
 
 @pytest.mark.parametrize(("key", "value"), [("architectures", 3), ("architectures", [3]), ("auto_map", "x")])

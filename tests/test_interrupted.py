@@ -63,7 +63,7 @@ def test_an_interrupted_overwrite_leaves_the_old_model(llama: Path, compressed: 
 def test_overwriting_replaces_the_folder_whole(llama: Path, compressed: Path, settings, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fips.compress(llama, out, settings(max_shard_size=20_000))
-    (out / "stale.txt").write_text("of the old model")
+    (out / "vocab.txt").write_text("of the old model")
     assert (out / "model.safetensors.index.json").exists()
     assert len(list(out.glob("*.safetensors"))) > 2
     fips.compress(llama, out, settings(), overwrite=True)

@@ -14,6 +14,7 @@ import fips
 from fips.errors import ArchitectureError, CalibrationError, ConfigError, NumericalError, OutputError, SourceError
 from fips.models.discover import features
 from fips.progress import Progress
+from tests.command import tree
 from tests.families import edit_config, tokenizer, write_model
 from tests.test_families import logits
 
@@ -53,6 +54,35 @@ def test_a_project_with_a_config_is_not_overwritten(content: str, llama: Path, s
     with pytest.raises(OutputError, match="not overwritten"):
         fips.compress(llama, out, settings(), overwrite=True)
     assert (out / "src" / "main.c").exists()
+
+
+def test_what_a_trainer_leaves_beside_a_model_is_not_overwritten(
+    llama: Path, compressed: Path, settings, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(llama, tmp_path / "out"))
+    for name in ("checkpoint-500/model.safetensors", "optimizer.pt", "training_args.bin", "notes.txt"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    before = tree(out)
+    words = r"checkpoint-500/model\.safetensors, notes\.txt, optimizer\.pt, training_args\.bin beside"
+    with pytest.raises(OutputError, match=words):
+        fips.compress(llama, out, settings(steps=0), overwrite=True)
+    with pytest.raises(OutputError, match=r"optimizer\.pt"):
+        fips.export(compressed, out, overwrite=True)
+    assert tree(out) == before
+
+
+def test_files_that_are_recorded_or_come_again_are_overwritten(llama: Path, settings, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(llama, tmp_path / "source"))
+    (source / "sub").mkdir()
+    (source / "sub" / "notes.txt").write_text("of the model")
+    for _ in range(2):
+        fips.compress(source, tmp_path / "out", settings(steps=0), overwrite=True)
+        fips.export(tmp_path / "out", tmp_path / "dense", overwrite=True)
+    fips.compress(llama, tmp_path / "out", settings(steps=0), overwrite=True)  # the report lists sub/notes.txt
+    assert not (tmp_path / "out" / "sub").exists()
+    with pytest.raises(OutputError, match=r"sub/notes\.txt"):
+        fips.export(tmp_path / "out", tmp_path / "dense", overwrite=True)
 
 
 def test_a_model_in_a_git_checkout_is_not_overwritten(llama: Path, compressed: Path, settings, tmp_path: Path) -> None:

@@ -127,6 +127,26 @@ def test_tokens(hub: HubServer, compressed: Path, monkeypatch: pytest.MonkeyPatc
     assert run("push", compressed, REPO, "-q", "-v", "--token", "hf_wrong_again").err.count("hf_wrong_again") == 0
 
 
+def test_a_token_that_cannot_be_one_is_not_shown(
+    hub: HubServer, compressed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("push", compressed, REPO, "-q", "--token", " hf_alice\n").code == 0
+    before = len(hub.requests)
+    for token in ("hf_al\nice", "hf_al ice", "hf_\u00e4lice"):
+        for flags in (["-q"], ["-q", "-v"]):
+            done = run("push", compressed, REPO, "--token", token, *flags)
+            assert (done.code, done.out) == (1, "")
+            assert "copy it again" in done.err
+            assert "hf_" not in done.err
+    assert len(hub.requests) == before
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", raises_its_token)
+    assert "(the token) is odd" in fails(compressed, REPO)
+
+
+def raises_its_token(self: huggingface_hub.HfApi, *_args: object, **_kwargs: object) -> None:
+    raise ValueError(f"{self.token} is odd")
+
+
 def test_a_reader_of_an_existing_repository(hub: HubServer, compressed: Path) -> None:
     hub.add_repo(REPO, {}, private=True)
     assert "the token may not do this" in fails(compressed, REPO, "--token", "hf_reader")
@@ -185,6 +205,7 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
     (copy("gone") / "tokenizer.json").unlink()
     (copy("no-report") / "fips_report.json").unlink()
     (copy("bad-report") / "fips_report.json").write_text("{")
+    (copy("deep-report") / "fips_report.json").write_text("[" * 100_000)
     report = copy("unverified") / "fips_report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "verified": False}))
     for name, error, words in [
@@ -193,6 +214,7 @@ def test_damaged_and_changed_folders_are_refused_before_any_request(
         ("gone", FormatError, r"tokenizer\.json is recorded in fips_report\.json but missing"),
         ("no-report", FormatError, r"has no fips_report\.json"),
         ("bad-report", FormatError, "is damaged"),
+        ("deep-report", FormatError, "nested too deeply"),
         ("unverified", FormatError, "lists no verified weights"),
         ("nowhere", SourceError, "no such folder"),
     ]:  # fmt: skip
@@ -219,6 +241,69 @@ def test_weights_that_do_not_match_their_description(hub: HubServer, compressed:
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("small", [2**24, 0])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "README.md", "fips_report.json"])
+def test_a_file_that_changes_after_its_verification_is_not_published(
+    name: str, small: int, hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent is what was verified; of large files, which are not kept in memory, a change ends the push."""
+    from fips import publishing
+
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    real, other = publishing.prepare, bytes(reversed((compressed / name).read_bytes()))
+    weights = (out / "model.safetensors").stat().st_size
+    monkeypatch.setattr("fips.checkpoint.sealed._SMALL", small or weights - 1)
+
+    def prepare(*args: object) -> None:
+        real(*args)
+        (out / name).write_bytes(other)
+
+    monkeypatch.setattr(publishing, "prepare", prepare)
+    if name == "model.safetensors" and not small:
+        with pytest.raises(FormatError, match=r"model\.safetensors has changed since it was verified"):
+            fips.push(out, REPO)
+        assert on_hub(hub) == {}
+        return
+    fips.push(out, REPO)
+    assert on_hub(hub) == contents(compressed)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "fips_report.json"])
+def test_a_file_that_changes_right_after_its_verification(
+    name: str, hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fips import publishing
+
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    real = publishing.verify
+
+    def verify(*args: object, **kwargs: bool) -> object:
+        found = real(*args, **kwargs)
+        (out / name).write_text("{")
+        return found
+
+    monkeypatch.setattr(publishing, "verify", verify)
+    assert f"{name} has changed since it was verified" in fails(out, REPO)
+    assert hub.requests == []
+
+
+def test_what_would_fail_late_is_refused_early(
+    hub: HubServer, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(compressed, tmp_path / "out"))
+    for text in (b"---\nlicense: [\n---\n", b"---\ndate: 2023-02-30\n---\n", b"---\n- a\n---\n", b"\xff"):
+        (out / "README.md").write_bytes(text)
+        assert "README.md: its YAML block cannot be read" in fails(out, REPO)
+    (out / "README.md").unlink()
+    (out / "README.md").symlink_to("nowhere")
+    assert "README.md leads nowhere" in fails(out, REPO)
+    assert "revision is empty" in fails(compressed, REPO, "--revision", "", code=2)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("fips.publishing.verify", lambda *_, **__: pytest.fail("verified without a token"))
+    assert "hf auth login" in fails(compressed, REPO)
+    assert hub.requests == []
+
+
 @pytest.mark.parametrize("name", [".env", "notes.txt", "sub/more.safetensors", ".cache/huggingface/x.lock",
                                   "a/.b/c.json"])  # fmt: skip
 def test_foreign_and_hidden_files_are_named_and_refused(
@@ -240,7 +325,9 @@ def test_a_report_that_lists_only_weights(hub: HubServer, compressed: Path, tmp_
             (out / name).unlink()
     del report["side_files"], report["origin"]
     (out / "fips_report.json").write_text(json.dumps(report))
-    assert set(fips.push(out, REPO).files) == set(contents(out))
+    done = run("push", out, REPO)
+    assert "has no checksums of config.json, generation_config.json, " in done.err
+    assert set(on_hub(hub)) == set(contents(out))
     for name in ("more.safetensors", ".hidden.json"):
         (out / name).write_text("")
         assert name in fails(out, REPO)

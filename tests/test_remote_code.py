@@ -93,6 +93,10 @@ def test_trusted_code_runs_and_the_result_loads_with_it(source: Path, marker: Pa
     model = AutoModelForCausalLM.from_pretrained(source.parent / "out", trust_remote_code=True)
     assert type(model).__name__ == "MyModel"
     assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
+    push = ["push", source.parent / "out", "alice/small", "--dry-run", "-q"]
+    assert "--trust-remote-code" in run(*push).err
+    assert run(*push, "--trust-remote-code").code == 0
+    assert "--trust-remote-code" in (source.parent / "out" / "README.md").read_text()
 
 
 def test_a_trusted_encoder_is_no_language_model(source: Path, marker: Path, calibration: Path) -> None:

@@ -104,9 +104,37 @@ def test_files_that_are_missing_or_new(copied: Path) -> None:
     assert "adapter_config.json is not among the files" in found[1]
 
 
+def test_files_that_cannot_be_read_and_links(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is one problem, and the rest is looked at."""
+    (tmp_path / "secret").write_text("mine")
+    (copied / "a.txt").symlink_to(tmp_path / "secret")
+    (copied / "generation_config.json").write_text("{}")
+    (copied / "README.md").unlink()
+    (copied / "README.md").symlink_to("nowhere")
+    real = Path.open
+
+    def broken(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name == "tokenizer.json" and "rb" in args:
+            raise OSError(5, "Input/output error")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", broken)
+    text = "\n".join(fips.verify(copied, load=False).problems)
+    for words in ("a.txt is a link to", "a.txt is not among the files", "tokenizer.json cannot be read: ",
+                  "generation_config.json is not what was written", "README.md leads nowhere"):  # fmt: skip
+        assert words in text
+
+
 def test_a_damaged_report(copied: Path) -> None:
-    for text in ("{", "[]", "{}", '{"files": {}}', '{"files": {"a": 1}}',
-                 '{"files": {"a": "b"}, "side_files": 1}', "[" * 100_000):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"files": {}}',
+        '{"files": {"a": 1}}',
+        '{"files": {"a": "b"}, "side_files": 1}',
+        "[" * 100_000,
+    ):
         (copied / "fips_report.json").write_text(text)
         result = fips.verify(copied, load=False)
         assert status(result)["checksums"] == "failed"

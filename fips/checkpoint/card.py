@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import yaml
 
 from fips.checkpoint.plot import PLOT_NAME, mean
 from fips.config import GRADIENT_ONLY, MOMENTS_ONLY, CompressionConfig
+from fips.errors import FormatError
+from fips.tasks import TaskResult
 
 CARD_NAME = "README.md"
 _PAPER = "2411.09816"
@@ -25,7 +28,7 @@ projection is stored, and one dense basis per group of blocks where the table of
 
 ```python
 import fips
-model = fips.load("{name}")  # this folder's path, or its id on the Hub
+model = fips.load("path/to/{name}"{trust})  # or its id on the Hub, owner/name
 ```
 
 After `import fips`, `from_pretrained` of transformers loads it as well. Without fips loading fails with a size
@@ -73,17 +76,25 @@ Checksums of all files are in `fips_report.json`.
 """
 
 
-def write_card(folder: Path, report: dict[str, Any]) -> None:
-    """Writes README.md of a compressed checkpoint; what somebody wrote below its last line stays.
+def card_text(folder: Path, report: dict[str, Any]) -> str:
+    """README.md of a compressed checkpoint; what somebody wrote below its last line stays.
 
     Args:
         folder: The checkpoint.
         report: `fips_report.json`, the only thing that the card is made of.
+
+    Raises:
+        FormatError: If the card that is there is a link, or no text.
     """
     path, added = folder / CARD_NAME, ""
-    if path.is_file():
-        _, _, added = path.read_text(encoding="utf-8").partition(_KEPT + "\n")
-    path.write_text(render(report) + added, encoding="utf-8")
+    if os.path.lexists(path):
+        if path.is_symlink() or not path.is_file():
+            raise FormatError(f"{path} is no regular file; put the model card itself there, or remove it.")
+        try:
+            _, _, added = path.read_text(encoding="utf-8").partition(_KEPT + "\n")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path} is not text in UTF-8 ({error}); save it as that, or remove it.") from error
+    return render(report) + added
 
 
 def render(report: dict[str, Any]) -> str:
@@ -93,7 +104,8 @@ def render(report: dict[str, Any]) -> str:
     if origin["commit"]:
         source += f" at commit `{origin['commit']}`"
     body = _CARD.format(
-        name=f"{origin['name'].split('/')[-1]}-fips", source=source, paper=_PAPER, kept=_KEPT,
+        name=f"{origin['name'].split('/')[-1]}-fips", kept=_KEPT,
+        trust=", trust_remote_code=True" if report.get("trust_remote_code") else "", source=source, paper=_PAPER,
         sizes=_sizes(report), groups=_groups(report["groups"]), plot=_plot(report), quality=_quality(report),
         command=command_line(report), calibration=_calibration(report["calibration"]),
         settings=json.dumps(_shown_settings(report), indent=2), device=report["device"], dtype=report["dtype"],
@@ -109,6 +121,7 @@ def command_line(report: dict[str, Any]) -> str:
     words = ["fips", "compress", origin["name"], f"{origin['name'].split('/')[-1]}-fips"]
     if report["revision"]:
         words += ["--revision", report["revision"]]
+    words += ["--trust-remote-code"] if report.get("trust_remote_code") else []
     settings = _shown_settings(report)
     unread = MOMENTS_ONLY if settings["solver"] == "gradient" else GRADIENT_ONLY  # the command refuses these
     for name, value in settings.items():
@@ -208,12 +221,9 @@ def _tasks(found: dict[str, Any]) -> tuple[list[list[str]], str]:
     """Rows, the last column of which is a difference, and the protocol, of scores on tasks of lm-eval."""
     pairs = zip(found["tasks"], found["baseline"]["tasks"] if found["baseline"] else found["tasks"], strict=True)
     rows = []
-    for ours, dense in pairs:
-        shown = [f"{one['value']:.4f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.4f}")
-                 for one in (ours, dense)]  # fmt: skip
-        name = f"{ours['task']} {ours['metric']} ({ours['shots']}-shot, version {ours['version']})"
-        rows.append([name, *shown, f"{ours['value'] - dense['value']:+.4f}"] if found["baseline"]
-                    else [name, shown[0], _UNMEASURED, ""])  # fmt: skip
+    for ours, dense in ((TaskResult(**one), TaskResult(**other)) for one, other in pairs):
+        compared = [dense.cell(), f"{ours.value - dense.value:+.4f}"] if found["baseline"] else [_UNMEASURED, ""]
+        rows.append([ours.name, ours.cell(), *compared])
     protocol = found["protocol"]
     limit = "all documents" if protocol["limit"] is None else f"the first {protocol['limit']} documents of every task"
     return rows, f"lm-eval {protocol['lm_eval']}, {limit}"
@@ -234,9 +244,9 @@ def _calibration(found: dict[str, Any]) -> str:
 
 
 def _shown_settings(report: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with a calibration file's name in place of its place on one machine."""
-    settings = dict(report["settings"])
+    """The settings, with the name of a calibration file or folder instead of its place on one machine."""
+    settings, origin = dict(report["settings"]), report["calibration"]["origin"]
     text = settings["calibration"]
-    if text and (text.endswith((".txt", ".jsonl")) or Path(text).is_absolute()):
-        settings["calibration"] = Path(text).name
+    if text and text != "self" and not origin.startswith(f"{text.partition(':')[0]}:"):  # no data set of the Hub
+        settings["calibration"] = origin
     return settings

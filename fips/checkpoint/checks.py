@@ -8,12 +8,12 @@ import torch
 
 from fips.checkpoint.card import CARD_NAME
 from fips.checkpoint.dense import PackedCheckpoint
-from fips.checkpoint.folder import WEIGHT_SUFFIXES, all_files, file_digest, is_file, read_json, require_inside
+from fips.checkpoint.folder import WEIGHT_SUFFIXES, file_digest, is_file, listed_files, read_json, require_inside
 from fips.checkpoint.format import REPORT_NAME
 from fips.checkpoint.pack import digest
 from fips.checkpoint.source import Source
 from fips.checkpoint.tokenizer import load_config
-from fips.errors import FipsError, FormatError, NumericalError
+from fips.errors import FipsError, FormatError, NumericalError, SourceError
 from fips.linalg.packing import unpack_mask
 from fips.models.kinds import model_class
 from fips.models.skeleton import may_lack
@@ -51,12 +51,17 @@ def covers_all(recorded: dict[str, str]) -> bool:
 
 def checksum_problems(folder: Path, recorded: dict[str, str]) -> Iterator[str]:
     """Files that are missing, changed or not recorded."""
-    present = {file.as_posix() for file in all_files(folder)} - {REPORT_NAME, CARD_NAME}
-    for name, expected in recorded.items():
-        if name not in present:
-            yield f"{name} is recorded in {REPORT_NAME} but missing."
-        elif file_digest(folder / name) != expected:
-            yield f"{name} is not what was written: its SHA-256 differs from the one in {REPORT_NAME}."
+    present = {file.as_posix() for file in listed_files(folder)} - {REPORT_NAME, CARD_NAME}
+    for name in sorted(present | {CARD_NAME} & {file.name for file in folder.iterdir()}):
+        try:
+            require_inside(folder / name, folder)
+            if name in recorded and file_digest(folder / name) != recorded[name]:
+                yield f"{name} is not what was written: its SHA-256 differs from the one in {REPORT_NAME}."
+        except SourceError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{name} cannot be read: {error}"
+    yield from (f"{name} is recorded in {REPORT_NAME} but missing." for name in recorded if name not in present)
     weights = tuple(WEIGHT_SUFFIXES)
     for name in sorted(present - recorded.keys()):
         if covers_all(recorded) or name.endswith(weights):

@@ -167,7 +167,7 @@ def description_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     description = config.get("quantization_config")
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
-        raise FormatError(f"{folder} is not a checkpoint compressed by fips.")
+        raise FormatError(f"{folder} is not a checkpoint compressed by fips; transformers loads it without.")
     return description
 
 

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fips.checkpoint.dense import PackedCheckpoint
 from fips.checkpoint.folder import all_files, file_digest, side_files
+from fips.checkpoint.origin import read_metadata
 from fips.checkpoint.pack import digest
 from fips.checkpoint.reload import stored_tensors, weight_files
 from fips.checkpoint.safetensors_io import Entry, read_tensor
@@ -16,8 +19,7 @@ from fips.errors import FormatError
 
 _CARD = """\
 ---
-library_name: transformers
----
+{metadata}---
 
 # {name}
 
@@ -94,7 +96,11 @@ def _require_written(folder: Path, digests: dict[str, str]) -> None:
 
 def _card(opened: PackedCheckpoint, name: str) -> str:
     architectures: Any = opened.config.get("architectures")
-    kind = "AutoModelForCausalLM"
-    if architectures and not str(architectures[0]).endswith("ForCausalLM"):
-        kind = str(architectures[0])
-    return _CARD.format(name=name, rebuilt=sum(len(g.members) for g in opened.groups), kind=kind)
+    if architectures:
+        kind = "AutoModelForCausalLM" if str(architectures[0]).endswith("ForCausalLM") else str(architectures[0])
+    else:
+        causal = opened.config["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        kind = "AutoModelForCausalLM" if causal else "AutoModel"
+    metadata = {"library_name": "transformers", **read_metadata(opened.folder / "README.md")}
+    shown = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    return _CARD.format(metadata=shown, name=name, rebuilt=sum(len(g.members) for g in opened.groups), kind=kind)

@@ -49,36 +49,55 @@ def require_inside(path: Path, folder: Path) -> None:
     except (OSError, RuntimeError) as error:
         raise SourceError(f"{path} leads nowhere: {error}") from error
     homes = [root]
-    if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir():
-        homes.append((root.parents[1] / "blobs").resolve())
+    if root.parent.name == "snapshots":
+        homes.append(root.parents[1] / "blobs")  # not resolved: a link in its place would name any folder
     if not any(target.is_relative_to(home) for home in homes):
         raise SourceError(f"{path} is a link to {target}, outside of the model folder; put the file itself there.")
 
 
+def listed_files(folder: Path) -> list[Path]:
+    """Every file of a folder, relative to it, also links; hidden ones and what lies in hidden folders left out."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if is_file(path)]
+    return [file for file in found if not any(part.startswith(".") for part in file.parts)]
+
+
 def all_files(folder: Path) -> list[Path]:
-    """Every file of a folder, relative to it; hidden ones and what lies in hidden folders left out.
+    """The same.
 
     Raises:
         SourceError: If one is a link that leads out of the folder.
     """
-    found = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts) or not is_file(path):
-            continue
-        require_inside(path, folder)
-        found.append(relative)
+    found = listed_files(folder)
+    for file in found:
+        require_inside(folder / file, folder)
     return found
 
 
+def module_folders(folder: Path) -> list[str]:
+    """Subfolders that modules.json of sentence-transformers names: they hold modules, often with weights, of their own.
+
+    Raises:
+        SourceError: If that file is damaged.
+    """
+    if not is_file(folder / "modules.json"):
+        return []
+    modules = read_json(folder / "modules.json")
+    paths = [m.get("path") for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []
+    return [path for path in paths if isinstance(path, str) and Path(path) != Path()]
+
+
 def side_files(folder: Path) -> list[Path]:
-    """Every file that holds no weights, relative to the folder; config.json, card and report left out.
+    """Every file but the model's weights, relative to the folder; config.json, card and report left out.
+
+    Weights of sentence-transformers' further modules, which stay as they are, are among them.
 
     Raises:
         SourceError: If one is a link that leads out of the folder.
     """
     weights = (*WEIGHT_SUFFIXES, ".index.json")
-    return [f for f in all_files(folder) if not f.name.endswith(weights) and str(f) not in _MADE_ANEW]
+    modules = [Path(path) for path in module_folders(folder)]
+    return [f for f in all_files(folder) if str(f) not in _MADE_ANEW
+            and (not f.name.endswith(weights) or any(module in f.parents for module in modules))]  # fmt: skip
 
 
 def file_digest(path: Path) -> str:

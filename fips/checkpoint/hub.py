@@ -1,14 +1,12 @@
 """The Hub as fips uses it to publish: one atomic commit of named files, compared with the local ones afterwards."""
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fips.checkpoint.folder import file_digest
+from fips.checkpoint.sealed import Sealed, require_same
 from fips.errors import ConfigError, FipsError, HubError
 
 _MADE_BY_THE_HUB = ".gitattributes"
@@ -54,14 +52,17 @@ def connect(token: str | None) -> Any:
     """The Hub's client with a token: the one given, HF_TOKEN, or the one of `hf auth login`.
 
     Raises:
-        HubError: If there is no token.
+        HubError: If there is no token, or it cannot be one. It must not get into a request: the error of the HTTP
+            library would show it.
     """
     from huggingface_hub import HfApi, get_token
 
-    found = token or get_token()
+    found = (token or get_token() or "").strip()
     if not found:
         raise HubError("there is no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to a token with "
                        "write access.")  # fmt: skip
+    if not re.fullmatch(r"[!-~]+", found):
+        raise HubError("the token holds a space, a line break or a letter that no token has; copy it again.")
     return HfApi(token=found, library_name="fips")
 
 
@@ -108,21 +109,25 @@ def upload_bars(*, shown: bool) -> Iterator[None]:
         switch[before]()
 
 
-def upload(api: Any, place: Place, files: dict[str, Path], removed: list[str], message: str) -> Any:
+def upload(api: Any, place: Place, files: dict[str, Sealed], removed: list[str], message: str) -> Any:
     """Sends files in one commit: it is there whole, or not at all.
 
-    `HfApi.upload_folder` would take whatever lies in the folder by then, and may make several commits.
+    `HfApi.upload_folder` would take whatever lies in the folder by then, and may make several commits. A file that is
+    no longer the one that was verified ends it before anything is sent.
 
     Returns:
         The client's CommitInfo.
 
     Raises:
-        HubError: If it fails; the branch is then as it was.
+        FipsError: If it fails; the branch is then as it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     with hub_errors(api, place):
-        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        added = [CommitOperationAdd(name, file.content) for name, file in files.items()]
+        for operation in added:
+            name = operation.path_in_repo
+            require_same(name, operation.upload_info.sha256.hex(), files[name].sha256)
         # One file at a time: the client sends several from threads, which an interrupt would have to wait for.
         for file in added:
             api.preupload_lfs_files(place.repo_id, [file], revision=place.revision, create_pr=place.create_pr,
@@ -132,7 +137,7 @@ def upload(api: Any, place: Place, files: dict[str, Path], removed: list[str], m
                                  create_pr=place.create_pr)  # fmt: skip
 
 
-def compare(api: Any, place: Place, revision: str, files: dict[str, Path]) -> None:
+def compare(api: Any, place: Place, revision: str, files: dict[str, Sealed]) -> None:
     """Compares names, sizes and contents (SHA-256 of large files, git's hash of the others) at a revision.
 
     Raises:
@@ -140,15 +145,14 @@ def compare(api: Any, place: Place, revision: str, files: dict[str, Path]) -> No
     """
     with hub_errors(api, place):
         remote = _remote(api, place.repo_id, revision)
-    for name, path in files.items():
+    for name, file in files.items():
         found = remote.get(name)
         if found is None:
             raise HubError(f"{place.repo_id} does not hold {name} after the upload; push again.")
-        size = path.stat().st_size
-        if found.size != size:
-            raise HubError(f"{place.repo_id}: {name} has {found.size:,} bytes on the Hub and {size:,} here; push "
+        if found.size != file.size:
+            raise HubError(f"{place.repo_id}: {name} has {found.size:,} bytes on the Hub and {file.size:,} here; push "
                            "again.")  # fmt: skip
-        same = found.lfs.sha256 == file_digest(path) if found.lfs else found.blob_id == _git_hash(path)
+        same = found.lfs.sha256 == file.sha256 if found.lfs else found.blob_id == file.git_hash()
         if not same:
             raise HubError(f"{place.repo_id}: {name} has another content on the Hub than here; push again.")
     more = sorted(set(remote) - set(files) - {_MADE_BY_THE_HUB})
@@ -159,11 +163,6 @@ def compare(api: Any, place: Place, revision: str, files: dict[str, Path]) -> No
 def _remote(api: Any, repo_id: str, revision: str | None) -> dict[str, Any]:
     entries = api.list_repo_tree(repo_id, recursive=True, revision=revision)
     return {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
-
-
-def _git_hash(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 @contextmanager
@@ -179,7 +178,7 @@ def hub_errors(api: Any, place: Place) -> Iterator[None]:
             "what was uploaded is not sent twice."
         ) from stop
     except Exception as error:
-        raise HubError(_explain(api, place, error)) from error
+        raise HubError(_explain(api, place, error).replace(api.token, "(the token)")) from error
 
 
 def _explain(api: Any, place: Place, error: BaseException) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from fips.checkpoint.dense import description_of
 from fips.checkpoint.format import QUANT_METHOD, check_version
 from fips.checkpoint.quantizer import FipsConfig
 from fips.checkpoint.reload import stored_tensors
@@ -36,9 +37,7 @@ def load(path: str | os.PathLike[str], runtime: str = "dense", **kwargs: object)
     revision = kwargs.pop("revision", None)
     folder = locate(str(path), None if revision is None else str(revision))
     config = read_config(folder)
-    description = config.get("quantization_config")
-    if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
-        raise FormatError(f"{folder} is not a checkpoint compressed by fips; load it with transformers.")
+    description = description_of(folder, config)
     runtime = FipsConfig(runtime=runtime).runtime
     check_version(description.get("format_version"))  # before what a newer version may do differently
     require_depth(config, len(stored_tensors(weight_paths(folder))), folder)

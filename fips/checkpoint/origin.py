@@ -20,7 +20,7 @@ def origin_of(source: Source) -> dict[str, Any]:
         `name`; `hub_id` and `commit`, None for a folder outside the Hub's cache; `task`, None when unknown; and
         `metadata`, taken over from the source's own model card.
     """
-    hub_id, commit = _hub_place(source.folder)
+    hub_id, commit = hub_place(source.folder)
     metadata = read_metadata(source.folder / "README.md")
     architecture = str((source.config.get("architectures") or [""])[0])
     known = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
@@ -28,7 +28,7 @@ def origin_of(source: Source) -> dict[str, Any]:
     return {"name": hub_id or source.name, "hub_id": hub_id, "commit": commit, "task": task, "metadata": metadata}
 
 
-def _hub_place(folder: Path) -> tuple[str | None, str | None]:
+def hub_place(folder: Path) -> tuple[str | None, str | None]:
     """Id and commit of a folder that lies in the Hub's cache: models--owner--name/snapshots/commit."""
     parts = folder.resolve().parts[-3:]
     if len(parts) == 3 and parts[1] == "snapshots" and parts[0].startswith("models--"):
@@ -39,14 +39,21 @@ def _hub_place(folder: Path) -> tuple[str | None, str | None]:
 def read_metadata(card: Path) -> dict[str, Any]:
     """The inherited keys of a model card's YAML block; a missing or broken block has none."""
     try:
-        text = card.read_text(encoding="utf-8")
-        block = re.match(r"\ufeff?---\s*?\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)
-        found = yaml.safe_load(block[1]) if block else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        found = metadata_of(card.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: no text, or a date such as 2023-02-30
         return {}
     if not isinstance(found, dict):
         return {}
     return {key: found[key] for key in _INHERITED if _plain(found.get(key))}
+
+
+def metadata_of(card: str) -> Any:
+    """What the YAML block of a model card says; None without one.
+
+    A damaged block raises YAMLError, ValueError (a date such as 2023-02-30), or RecursionError.
+    """
+    block = re.match(r"\ufeff?---\s*?\r?\n(.*?)^---\s*$", card, re.DOTALL | re.MULTILINE)
+    return yaml.safe_load(block[1]) if block else None
 
 
 def _plain(value: object) -> bool:

@@ -1,16 +1,16 @@
 """fips_report.json after the compression: reading it, checking files against it, and adding an evaluation to it."""
 
-import json
 import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fips.checkpoint.card import CARD_NAME, write_card
-from fips.checkpoint.folder import all_files, file_digest
+from fips.checkpoint.card import CARD_NAME, card_text
+from fips.checkpoint.folder import all_files, file_digest, is_file, read_json, require_inside
 from fips.checkpoint.format import REPORT_NAME
-from fips.checkpoint.save import write_json
-from fips.errors import ConfigError, FormatError, OutputError
+from fips.checkpoint.origin import hub_place
+from fips.checkpoint.save import json_text, replace_text
+from fips.errors import ConfigError, FormatError, OutputError, SourceError
 
 _SIZES = ("parameters", "matrix_bytes", "checkpoint_bytes")
 
@@ -19,14 +19,15 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a compressed checkpoint.
 
     Raises:
-        FormatError: If it is missing, damaged, or says that the checkpoint was not verified.
+        FipsError: If it is missing, damaged, or says that the checkpoint was not verified.
     """
     path = folder / REPORT_NAME
+    if not is_file(path):
+        raise FormatError(f"{folder} has no {REPORT_NAME}; expected a folder written by `fips compress`.")
+    require_inside(path, folder)
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FormatError(f"{folder} has no {REPORT_NAME}; expected a folder written by `fips compress`.") from error
-    except (OSError, ValueError) as error:
+        report = read_json(path)
+    except SourceError as error:
         raise FormatError(f"{path} is damaged ({error}); compress the model again.") from error
     files = report.get("files") if isinstance(report, dict) else None
     if not isinstance(files, dict) or not files or report.get("verified") is not True:
@@ -40,6 +41,25 @@ def side_digests(folder: Path, weights: Collection[str]) -> dict[str, str]:
     return {file.as_posix(): file_digest(folder / file) for file in all_files(folder) if file.as_posix() not in skipped}
 
 
+def recordable(folder: Path) -> dict[str, Any]:
+    """The report of a folder whose report and card can be written again.
+
+    Raises:
+        FipsError: If there is no report or card of a kind that can, or the folder is the Hub's cache.
+    """
+    if hub_place(folder)[0] is not None:
+        raise ConfigError(f"{folder} is the Hub's cache, not a folder of your own, and its card is not changed; "
+                          "download the model into a folder and name that.")  # fmt: skip
+    report = read_report(folder)
+    if (folder / REPORT_NAME).is_symlink():
+        raise FormatError(f"{folder / REPORT_NAME} is a link; put the file itself there.")
+    try:
+        card_text(folder, report)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{folder / REPORT_NAME} lacks what the model card is made of ({error!r}).") from error
+    return report
+
+
 def record_evaluation(folder: str | os.PathLike[str], evaluation: dict[str, Any]) -> None:
     """Adds an evaluation to a checkpoint's report and model card; an earlier one of the same protocol is replaced.
 
@@ -51,7 +71,7 @@ def record_evaluation(folder: str | os.PathLike[str], evaluation: dict[str, Any]
         FipsError: If the folder has no report, the evaluation is of another checkpoint, or it cannot be written.
     """
     folder = Path(folder)
-    report = read_report(folder)
+    report = recordable(folder)
     sizes = {key: evaluation["sizes"][key] for key in _SIZES}
     recorded = {key: (report.get("sizes") or {}).get(key) for key in _SIZES}
     if sizes != recorded:
@@ -60,13 +80,11 @@ def record_evaluation(folder: str | os.PathLike[str], evaluation: dict[str, Any]
     found = {**_named(evaluation), "baseline": _named(evaluation["baseline"]) if evaluation["baseline"] else None}
     others = [e for e in report.get("evaluations", []) if e["protocol"] != found["protocol"]]
     report["evaluations"] = [*others, found]
-    fresh = folder / f".{REPORT_NAME}.new"
+    texts = {REPORT_NAME: json_text(report), CARD_NAME: card_text(folder, report)}  # both, before either is replaced
     try:
-        write_json(fresh, report)
-        fresh.replace(folder / REPORT_NAME)
-        write_card(folder, report)
+        for name, text in texts.items():
+            replace_text(folder / name, text)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise OutputError(f"{folder}: the evaluation cannot be recorded: {error}") from error
 
 

@@ -1,7 +1,9 @@
 """Writes the compressed checkpoint: packed groups as they come, then the whole folder in one streaming pass."""
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +127,25 @@ def _split(entries: Iterable[tuple[str, Entry]], limit: int) -> list[list[tuple[
 
 def write_json(path: Path, value: object) -> None:
     """Writes JSON as transformers does: two spaces, a final newline."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(value), encoding="utf-8")
+
+
+def json_text(value: object) -> str:
+    """JSON as transformers writes it."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all; what was there, a link too, is replaced and not written through."""
+    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(fresh).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        Path(fresh).replace(path)
+    except BaseException:
+        Path(fresh).unlink(missing_ok=True)
+        raise
 
 
 def copy_side_files(origin: Path, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The checkpoint that is compressed: found locally or on the Hub, read lazily, refused early."""
 
+import glob
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fips.checkpoint.folder import is_file, read_json, require_inside, side_files
+from fips.checkpoint.folder import is_file, module_folders, read_json, require_inside, side_files
 from fips.checkpoint.safetensors_io import TensorInfo, read_header, read_tensor
 from fips.errors import FormatError, NumericalError, SourceError
 
@@ -18,8 +19,9 @@ _NAMES = (
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )  # index of shards, single file; safetensors come first, as in transformers
 SIDE_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "LICENSE*", "NOTICE*",
-                  "README.md"]  # fmt: skip
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+                  "*.md"]  # fmt: skip
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depths")  # the last a list, one per stage
+_LARGEST = {"max_position_embeddings": 2**24, "n_positions": 2**24, "num_labels": 2**20}
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 def require_depth(config: dict[str, Any], tensors: int, folder: Path) -> None:
     """Refuses a config.json with more layers than there are tensors, before a model of that depth is built.
 
+    Absurd numbers of positions and labels, for which tables would be made, are refused too; in parts of the config as
+    well as in itself.
+
     Raises:
         SourceError: Naming the key.
     """
-    for key in _DEPTHS:
-        depth = config.get(key)
-        if isinstance(depth, int) and depth > tensors:
-            raise SourceError(f"{folder}: config.json has {key} {depth}, but only {tensors} tensors are stored.")
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if key == "quantization_config":
+                continue
+            parts += value if isinstance(value, list) else [value]
+            count = sum(n for n in value if isinstance(n, int)) if isinstance(value, list) else value
+            if key in _DEPTHS and isinstance(count, int) and count > tensors:
+                raise SourceError(f"{folder}: config.json has {key} {count}, but only {tensors} tensors are stored.")
+            if key in _LARGEST and isinstance(value, int) and value > _LARGEST[key]:
+                raise SourceError(f"{folder}: config.json has {key} {value}; more than {_LARGEST[key]} is no model's.")
 
 
 def locate(model: str, revision: str | None = None) -> Path:
@@ -167,10 +180,22 @@ def _download(model: str, revision: str | None) -> Path:
         folder = fetch([*SIDE_PATTERNS, "*.safetensors"])
         if not any(folder.glob("*.safetensors")):
             folder = fetch([*SIDE_PATTERNS, "*.bin"])
-        return folder
+        more = _named_files(folder)
+        return fetch([*SIDE_PATTERNS, *more]) if more else folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"{model}: no such folder, and the Hub gives no such model ({first}).") from error
+
+
+def _named_files(folder: Path) -> list[str]:
+    """Patterns of files that a model names besides the usual ones: in fips_report.json, and in modules.json."""
+    try:
+        report = read_json(folder / "fips_report.json") if is_file(folder / "fips_report.json") else None
+        modules = [f"{glob.escape(path)}/*" for path in module_folders(folder)]
+    except SourceError:  # whoever reads the file says so
+        return []
+    recorded = report.get("side_files") if isinstance(report, dict) else None
+    return [*modules, *map(glob.escape, recorded if isinstance(recorded, dict) else ())]
 
 
 def _refuse_quantized(config: dict[str, Any], name: str) -> None:

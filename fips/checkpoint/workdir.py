@@ -1,14 +1,24 @@
 """The output folder while it is made: a hidden sibling, renamed into place at the very end."""
 
-import json
+import fnmatch
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from fips.errors import OutputError
+from fips.checkpoint.folder import file_digest, is_file, read_json
+from fips.errors import OutputError, SourceError
+
+# Files that `fips` and `save_pretrained` of models, tokenizers and processors write, whatever the report says.
+_WRITTEN = (
+    "config.json", "generation_config.json", "README.md", "fips_report.json", "fips_groups.png", ".gitattributes",
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "*.model", "chat_template.jinja", "chat_template.json", "*processor_config.json",
+)  # fmt: skip
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
@@ -34,18 +44,49 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise OutputError(f"{out} is not empty. Choose another folder, or replace it with --overwrite.")
-    if not _holds_only_a_model(out):
-        raise OutputError(f"{out} does not hold a model, or other things beside it; it is not overwritten.")
+    _require_only_a_model(out, source)
 
 
-def _holds_only_a_model(out: Path) -> bool:
-    """Whether a folder is what `fips` or `save_pretrained` writes: nothing else may be replaced."""
+def _require_only_a_model(out: Path, like: Path) -> None:
+    """Refuses to replace a folder that is not what `fips` or `save_pretrained` writes.
+
+    Args:
+        out: The folder.
+        like: Another one whose files lie in its replacement; the same file in both is not lost.
+
+    Raises:
+        OutputError: Naming what else is there.
+    """
+    config = _json(out / "config.json")
+    if "model_type" not in config or not any(out.glob("*.safetensors")):
+        raise OutputError(f"{out} does not hold a model; it is not overwritten.")
+    report = _json(out / "fips_report.json")
+    recorded = {name for key in ("files", "side_files") if isinstance(report.get(key), dict) for name in report[key]}
+    found = []
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            known = not path.name.startswith(".")  # a .git, say
+        else:
+            known = name in recorded or (path.parent == out and any(fnmatch.fnmatch(name, p) for p in _WRITTEN))
+        if not known and not _same(path, like / name):
+            found.append(name)
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise OutputError(f"{out} holds {', '.join(found[:5])}{more} beside a model; it is not overwritten. Move that "
+                          "elsewhere, or choose another folder.")  # fmt: skip
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    model = isinstance(config, dict) and "model_type" in config and any(out.glob("*.safetensors"))
-    return model and not any(path.name.startswith(".git") and path.is_dir() for path in out.iterdir())
+        found = read_json(path)
+    except SourceError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _same(path: Path, other: Path) -> bool:
+    return is_file(path) and is_file(other) and file_digest(path) == file_digest(other)
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -101,8 +142,10 @@ def _publish(work: Path, out: Path, *, overwrite: bool) -> None:
     if not (overwrite and out.exists() and any(out.iterdir())):
         work.rename(out)
         return
-    if not _holds_only_a_model(out):
-        raise OutputError(f"{out} has changed during the run and no longer holds only a model; it is not overwritten.")
+    try:
+        _require_only_a_model(out, work)
+    except OutputError as error:
+        raise OutputError(f"{out} has changed during the run: {error}") from error
     old = work.with_name(work.name + ".old")
     out.rename(old)
     try:

@@ -15,53 +15,9 @@ import torch
 from fips.errors import CalibrationError, ConfigError
 from fips.models.kinds import LANGUAGE_MODEL, reads
 from fips.models.sites import trunk_of
-from fips.tasks import TaskConfig
+from fips.tasks import TaskConfig, TaskResult
 
 _RESAMPLES = 1000  # for the standard errors of metrics that have no formula for it
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """One metric of one task.
-
-    Attributes:
-        task: Name of the task or group.
-        metric: Such as "acc_norm".
-        filter: How answers were read from what the model writes; "none" where they are not.
-        value: The score.
-        stderr: Its standard error over the documents, where lm-eval gives one.
-        shots: Examples in every prompt; None for a group whose tasks differ.
-        version: Version of the task.
-        documents: How many were scored; None for a group.
-        more_is_better: Whether a larger score is better; None where lm-eval does not say.
-    """
-
-    task: str
-    metric: str
-    filter: str
-    value: float
-    stderr: float | None
-    shots: int | None
-    version: str | None
-    documents: int | None
-    more_is_better: bool | None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What it is compared by."""
-        return self.task, self.metric, self.filter
-
-    @property
-    def name(self) -> str:
-        """For a row of a table."""
-        told = [f"{self.shots}-shot"] if self.shots is not None else []
-        told += [f"version {self.version}"] if self.version is not None else []
-        told += [self.filter] if self.filter != "none" else []
-        return f"{self.task} {self.metric}" + (f" ({', '.join(told)})" if told else "")
-
-    def cell(self) -> str:
-        """The score, with its standard error where there is one."""
-        return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
 
 
 @dataclass(frozen=True)

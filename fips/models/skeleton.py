@@ -8,11 +8,27 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fips.errors import ArchitectureError, FipsError, SourceError
 from fips.models import kinds
 
 ReadTensor = Callable[[str], Tensor]
+_FILLED = (torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye)
+_LARGEST_TABLE = 2**31  # bytes
+
+
+class _Modest(TorchFunctionMode):
+    """Refuses tables, such as one of positions, that are larger than any model's, before memory is taken for them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Asks on meta how large the table would be."""
+        kwargs = kwargs or {}
+        if func in _FILLED:
+            size = func(*args, **{**kwargs, "device": "meta"}).nbytes
+            if size > _LARGEST_TABLE:
+                raise ArchitectureError(f"config.json asks for a table of {size:,} bytes; is one of its sizes wrong?")
+        return func(*args, **kwargs)
 
 
 def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -26,7 +42,7 @@ def build_skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
         ArchitectureError: If transformers cannot build the model.
     """
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _Modest():
             model = kinds.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except FipsError:
         raise
