@@ -15,7 +15,7 @@ from fips.checkpoint.record import record_evaluation, recordable
 from fips.checkpoint.source import locate
 from fips.checkpoint.tokenizer import load_config, load_image_processor, load_tokenizer, pooling_rule
 from fips.config import EvaluationConfig
-from fips.data.images import looks_like_images, open_images, sample
+from fips.data.images import looks_like_images, open_images
 from fips.data.texts import DEFAULT_DATASET, Text, read_dataset, read_text
 from fips.data.windows import capped_length, encoder_length
 from fips.errors import ConfigError
@@ -24,7 +24,7 @@ from fips.metrics.accuracy import Accuracy, ImageTest, accuracy
 from fips.metrics.harness import Tasks, TaskScores
 from fips.metrics.perplexity import Perplexity, perplexity
 from fips.metrics.similarity import Embeddings, TextTest, image_features, text_features
-from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads, token_places
+from fips.models.kinds import IMAGE_MODEL, LANGUAGE_MODEL, model_class, reads, token_places, writes_text
 from fips.models.sites import trunk_of
 from fips.plan import resolve_device
 from fips.progress import Progress
@@ -155,21 +155,43 @@ def evaluate(
     return evaluation
 
 
-Test = Callable[[Any, Callable[[int], object]], Score]
+@dataclass(frozen=True)
+class Test:
+    """What a model is put through.
+
+    Attributes:
+        run: Takes the model, and a function that is told how much is done.
+        total: How much there is to do; 0 if that is not known.
+    """
+
+    run: Callable[[Any, Callable[[int], object]], Score]
+    total: int = 0
 
 
 def _measure(model: Any, test: Test, progress: Progress) -> Score:
     language = reads(trunk_of(model)[1], model) == LANGUAGE_MODEL
-    progress.start_group("perplexity" if language else "accuracy" if _classifies(model) else "features", 0)
+    label = "perplexity" if language else "accuracy" if _classifies(type(model)) else "features"
+    progress.start_group(label, test.total)
     try:
-        return test(model, lambda done: progress.step(done))
+        return test.run(model, lambda done: progress.step(done))
     finally:
         progress.close()
 
 
-def _classifies(model: Any) -> bool:
-    """Whether a model gives classes of images."""
-    return "ForImageClassification" in type(model).__name__
+def _classifies(kind: type) -> bool:
+    """Whether models of a class give classes of images."""
+    return "ForImageClassification" in kind.__name__
+
+
+def _require_baseline(folder: Path, configs: list[Any]) -> None:
+    """Refuses to compute features that nothing is compared with.
+
+    Raises:
+        ConfigError: If there is one model only.
+    """
+    if len(configs) < 2:
+        raise ConfigError(f"{folder} gives features, which say something only beside the dense model's; name that with "
+                          "--baseline.")  # fmt: skip
 
 
 def _main_input(stated: Any, trust: bool) -> str | None:  # noqa: FBT001
@@ -182,10 +204,17 @@ def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: b
     """Opens the images; the test then runs a model on them."""
     if _main_input(configs[0], trust) == "input_ids" and not hasattr(configs[0], "vision_config"):
         raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
-    name = str(config.images or config.dataset)
-    images = open_images(name, "test")
-    count = len(images) if config.limit is None else config.limit
-    chosen = sample(images, count, torch.Generator().manual_seed(0))  # of every class equally many
+    classifies = _classifies(model_class(configs[0], trust_remote_code=trust))
+    if not classifies:
+        _require_baseline(folder, configs)
+    elif len(configs) > 1 and configs[0].id2label != configs[1].id2label:
+        raise ConfigError(f"{folder} and the baseline name different classes; their answers cannot be compared.")
+    images = open_images(str(config.images or config.dataset), "test")
+    if classifies and images.labels is None and len(configs) < 2:
+        raise ConfigError(f"{images.origin} has no labels{images.why_unlabelled()}; without them only a --baseline "
+                          "gives something to compare with.")  # fmt: skip
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    chosen = order[: config.limit].sort().values.tolist()
     vision = getattr(configs[0], "vision_config", configs[0])
     batch = min(max(_BATCH_PATCHES // patches(vision), 1), _BATCH_ITEMS)
     processor = load_image_processor(folder, trust_remote_code=trust)
@@ -194,16 +223,16 @@ def _images(config: EvaluationConfig, folder: Path, configs: list[Any], trust: b
     def run(model: Any, advance: Callable[[int], object]) -> Score:
         if reads(trunk_of(model)[1], model) != IMAGE_MODEL:
             raise ConfigError(f"{folder} is no image model; evaluate it on a text (--text).")
-        return accuracy(model, test, advance) if _classifies(model) else image_features(model, test, advance)
+        return accuracy(model, test, advance) if classifies else image_features(model, test, advance)
 
-    return run
+    return Test(run, len(chosen))
 
 
 def _tasks(config: TaskConfig, folder: Path, *, quiet: bool, trust_remote_code: bool) -> Test:
     """Finds the tasks; the test then scores a model on them."""
     tasks = Tasks(config)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return lambda model, _: tasks.run(model, tokenizer, quiet=quiet)
+    return Test(lambda model, _: tasks.run(model, tokenizer, quiet=quiet))
 
 
 def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: bool) -> Test:  # noqa: FBT001
@@ -212,6 +241,8 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
         raise ConfigError(f"{config.text} holds images; name it with --images.")
     if _main_input(configs[0], trust) == "pixel_values":
         raise ConfigError(f"{folder} is an image model; evaluate it on images (--images).")
+    if not writes_text(configs[0], trust_remote_code=trust):
+        _require_baseline(folder, configs)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust)
     if config.text is not None:
         text = read_text(Path(config.text), tokenizer)
@@ -228,7 +259,7 @@ def _text(config: EvaluationConfig, folder: Path, configs: list[Any], trust: boo
             return perplexity(model, tokenizer, text, length, config.bos, advance=advance)
         return text_features(model, _texts(config, folder, text, tokenizer, length, model), advance)
 
-    return run
+    return Test(run)
 
 
 def _texts(config: EvaluationConfig, folder: Path, text: Text, tokenizer: Any, length: int, model: Any) -> TextTest:

@@ -255,6 +255,8 @@ def test_hub_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("owner/pets", "small", {"split": "test"})]
     assert (images.origin, images.labels, len(images)) == ("owner/pets:small:test", ("dog", "cat", "dog"), 3)
     assert images.read(2) == plain((2, 0, 0))
+    assert open_images("owner/pets:small@validation", "test").origin == "owner/pets:small:validation"
+    assert asked[1:] == [("owner/pets", "small", {"split": "validation"})]
     columns["label"] = [1, 1, 1]
     relabelled = open_images("owner/pets", "test").sha256
     cells[0] = {"bytes": None, "path": None}
@@ -266,6 +268,12 @@ def test_hub_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.load_dataset = lambda *_, **__: 1 / 0
     with pytest.raises(CalibrationError, match=r"'owner/pets' is no folder here.*division"):
         open_images("owner/pets", "test")
+
+
+def test_a_folder_that_holds_itself(tmp_path: Path) -> None:
+    write(tmp_path / "val", ["a/1.png", "b/2.png"])
+    (tmp_path / "val" / "a" / "round").symlink_to(tmp_path / "val")
+    assert len(open_images(str(tmp_path / "val"), "test")) == 2
 
 
 @pytest.mark.parametrize(("module", "name", "extra"), [

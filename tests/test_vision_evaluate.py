@@ -8,15 +8,18 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, AutoTokenizer, ViTConfig
 
 import fips
 from fips.checkpoint.card import render
 from tests.command import run
-from tests.vision_families import write_images, write_model
+from tests.families import edit_config
+from tests.vision_families import write_images, write_model, write_processor
 
 CLASSIFIER = Path(__file__).parent / "data" / "vit-fmnist-scratch"
 LABELS = ("T-shirt_top", "Trouser", "Ankle boot")
+WIDE = ViTConfig(hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=24,
+                 patch_size=8)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +80,77 @@ def test_without_labels_or_baseline(small: Path, images: Path, tmp_path: Path) -
     assert alone["top1"] is not None
 
 
-def test_a_limit_takes_equally_many_of_every_class(small: Path, images: Path) -> None:
-    config = fips.EvaluationConfig(images=str(images), limit=6, device="cpu")
+def test_a_limit_draws_images_at_random_whatever_their_class(small: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 20, ("Trouser",))
+    write_images(tmp_path / "images", 2, ("Ankle boot",))
+    config = fips.EvaluationConfig(images=str(images), limit=11, device="cpu")
     score = fips.evaluate(small, config=config).measured.score
-    assert sorted(score.truth.tolist()) == [0, 0, 1, 1, 9, 9]
+    order = torch.randperm(22, generator=torch.Generator().manual_seed(0))[:11].sort().values
+    assert score.truth.tolist() == [9 if k < 2 else 1 for k in order.tolist()]
+    assert (score.protocol.count, score.protocol.available) == (11, 22)
+    assert "11 images of 22, drawn at random" in score.protocol.line()
+    assert score.truth.tolist() == fips.evaluate(small, config=config).measured.score.truth.tolist()
+
+
+def test_labels_are_matched_before_a_limit_is_applied(small: Path, tmp_path: Path) -> None:
+    ids = [f"n{k:08}" for k in (7, 3, 9, 1, 0, 4, 2, 8, 6, 5)]  # in sorted order they are the ten classes
+    config = fips.EvaluationConfig(images=str(write_images(tmp_path / "images", 1, tuple(ids))), limit=4, device="cpu")
+    score = fips.evaluate(small, config=config).measured.score
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))[:4].sort().values
+    assert score.truth.tolist() == order.tolist()  # file k lies in the folder of class k
+    few = write_images(tmp_path / "few", 1, tuple(f"n{k:08}" for k in range(20)))
+    done = run("evaluate", small, "--images", few, "--limit", "10", "--device", "cpu")
+    assert done.code == 1
+    assert "20 of 20 labels name none" in done.err
+
+
+def test_without_labels_a_classifier_needs_a_baseline(small: Path, images: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(images, tmp_path / "images"))
+    shutil.copyfile(next(images.rglob("*.png")), folder / "overview.png")
+    done = run("evaluate", small, "--images", folder, "--device", "cpu")
+    assert done.code == 2
+    assert "has no labels: 1 of its images are not in one subfolder per class, such as overview.png" in done.err
+    assert "loading" not in done.err
+
+
+def test_features_need_a_baseline(images: Path, calibration: Path, tmp_path: Path) -> None:
+    for name, data in (("dinov2", ("--images", images)), ("bert", ("--text", calibration))):
+        done = run("evaluate", write_model(name, tmp_path / name), *data, "--device", "cpu")
+        assert done.code == 2
+        assert "--baseline" in done.err.splitlines()[-1]
+
+
+def test_models_that_cannot_be_compared(small: Path, images: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(CLASSIFIER, tmp_path / "other"))
+    edit_config(other, id2label={str(k): f"class {k}" for k in range(10)})
+    done = run("evaluate", small, "--baseline", other, "--images", images, "--device", "cpu")
+    assert done.code == 2
+    assert "name different classes" in done.err.splitlines()[-1]
+    narrow = write_model("dinov2", tmp_path / "narrow")
+    wide = write_model("vit backbone", tmp_path / "wide", config=WIDE)
+    done = run("evaluate", narrow, "--baseline", wide, "--images", images, "--device", "cpu")
+    assert done.code == 2
+    assert "features have 32 entries, the baseline's 64" in done.err.splitlines()[-1]
+
+
+def test_a_processor_of_another_size(images: Path, tmp_path: Path) -> None:
+    dense = write_model("vit", tmp_path / "vit")
+    write_processor(dense, 48)
+    labelled = write_images(tmp_path / "animals", 1, ("cat", "dog"))
+    done = run("evaluate", dense, "--images", labelled, "--device", "cpu")
+    assert done.code == 1
+    assert "cannot run on images of 3x48x48, which its image processor gives" in done.err.splitlines()[-1]
+
+
+def test_the_first_of_equally_likely_classes_counts(images: Path, tmp_path: Path) -> None:
+    model = AutoModelForImageClassification.from_pretrained(CLASSIFIER)
+    torch.nn.init.zeros_(model.classifier.weight)
+    torch.nn.init.zeros_(model.classifier.bias)
+    model.save_pretrained(tmp_path / "flat")
+    shutil.copy(CLASSIFIER / "preprocessor_config.json", tmp_path / "flat")
+    config = fips.EvaluationConfig(images=str(images), device="cpu")
+    score = fips.evaluate(tmp_path / "flat", config=config).measured.score
+    assert score.ranked.tolist() == [[0, 1, 2, 3, 4]] * 18
 
 
 def test_the_card_of_an_image_model(small: Path, images: Path, tmp_path: Path) -> None:
@@ -164,7 +234,7 @@ def test_embeddings_of_texts_do_not_depend_on_their_padding(pooling: str, tmp_pa
     texts = ["a short one", "and another text that is longer than the first", "x" * 200]
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
     config = fips.EvaluationConfig(text=str(tmp_path / "text.txt"), device="cpu")
-    score = fips.evaluate(dense, config=config).measured.score
+    score = fips.evaluate(dense, dense, config).measured.score
     assert score.protocol.pooling == pooling
     model, tokenizer = AutoModel.from_pretrained(dense), AutoTokenizer.from_pretrained(dense)
     for row, text in zip(score.values, texts, strict=True):

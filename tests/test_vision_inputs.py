@@ -168,7 +168,8 @@ def test_one_number_too_high_is_refused(vit: tuple[Path, Path], tmp_path: Path) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["dinov2", "clip", "siglip", "swinv2", "vit without pooler", "vit mae"])
+@pytest.mark.parametrize("kind", ["dinov2", "clip", "siglip", "siglip without head", "beit backbone", "swinv2",
+                                  "vit without pooler", "vit mae"])  # fmt: skip
 def test_pooled_features_of_backbones(kind: str, tmp_path: Path) -> None:
     dense, images = write_kind(kind, tmp_path / "dense"), write_images(tmp_path / "images", 5, ())
     if kind == "swinv2":  # the backbone of a classifier
@@ -190,9 +191,13 @@ def test_pooled_features_of_backbones(kind: str, tmp_path: Path) -> None:
         features: Callable[[torch.Tensor], torch.Tensor] = {
             "clip": lambda x, m=model: m.vision_model(pixel_values=x).pooler_output,
             "siglip": lambda x, m=model: m.vision_model(pixel_values=x).pooler_output,
+            "siglip without head": lambda x, m=model: m(pixel_values=x).last_hidden_state.mean(1),
+            "beit backbone": lambda x, m=model: m(pixel_values=x).pooler_output,
             "swinv2": lambda x, m=model: m(pixel_values=x).last_hidden_state.mean(1),
         }.get(kind, lambda x, m=model: m(pixel_values=x).last_hidden_state[:, 0])
         rows.append(torch.cat([features(x) for x in pixels]))
+    named = {"dinov2": "pooled output", "siglip without head": "mean over patches", "vit without pooler": "[CLS]"}
+    assert found["protocol"]["pooling"] == named.get(kind, "pooled output")
     cosines = torch.nn.functional.cosine_similarity(*rows)
     assert found["cosine"] == pytest.approx(float(cosines.mean()), abs=1e-5)
 
@@ -222,7 +227,7 @@ def test_padding_does_not_change_an_embedding(kind: str, tmp_path: Path) -> None
     dense, text = write_kind(kind, tmp_path / "dense"), tmp_path / "texts.txt"
     texts = ["one", random_text(40, seed=1).replace("\n", " "), "x" * 100]
     text.write_text("\n\n".join(texts))
-    score = fips.evaluate(dense, config=fips.EvaluationConfig(text=str(text), device="cpu")).measured.score
+    score = fips.evaluate(dense, dense, fips.EvaluationConfig(text=str(text), device="cpu")).measured.score
     model, tokenizer = load_dense(dense), AutoTokenizer.from_pretrained(dense)
     assert len(score.values) == 3
     for row, words in zip(score.values, texts, strict=True):

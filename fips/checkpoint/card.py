@@ -202,8 +202,9 @@ def _evaluation(found: dict[str, Any]) -> str:
         rows = [[f"{name[:3]}-{name[3:]}", _percent(found[name]), _percent(dense[name]) if dense else _UNMEASURED, ""]
                 for name in ("top1", "top5") if found[name] is not None]  # fmt: skip
         rows += [["agreement with the dense model", _percent(found["agreement"]), "", ""]] if dense else []
-        how = (f"{found['images']:,} images of {protocol['images']} (sha256 `{protocol['images_sha256']}`), labels "
-               f"matched {protocol['labels']}, {protocol['processor']}")  # fmt: skip
+        labels = f"labels matched {protocol['labels']}" if protocol["labels"] else "no labels"
+        how = (f"{found['images']:,} images of {protocol['images']} (sha256 `{protocol['images_sha256']}`), {labels}, "
+               f"{protocol['processor']}")  # fmt: skip
     else:
         what = "images" if "images" in found else "texts"
         cosine = _UNMEASURED if found["cosine"] is None else f"{found['cosine']:.4f}"

@@ -15,9 +15,10 @@ from fips.data.labels import Label
 from fips.errors import BrokenImageError, CalibrationError
 
 _TABLES = (".parquet", ".arrow")
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif",
+             ".avif"}  # fmt: skip
 _EDGE = 4096
-_DATASET = re.compile(r"\w[\w.-]*/\w[\w.-]*(:.+)?")
+_DATASET = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[^@]+)?(@\w+)?")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class ImageSet(ABC):
     def name(self, index: int) -> str:
         """What to call one image in messages."""
 
+    def why_unlabelled(self) -> str:
+        """What is missing for labels, as the rest of a sentence; empty where there is nothing to say."""
+        return ""
+
 
 @dataclass(frozen=True)
 class FolderImages(ImageSet):
@@ -71,6 +76,11 @@ class FolderImages(ImageSet):
     def name(self, index: int) -> str:
         """Folder and relative file name."""
         return f"{self.origin}/{self.files[index]}"
+
+    def why_unlabelled(self) -> str:
+        """The first file that does not lie in a folder of its class."""
+        odd = [file for file in self.files if file.count("/") != 1]
+        return f": {len(odd):,} of its images are not in one subfolder per class, such as {odd[0]}" if odd else ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,8 @@ def open_images(name: str, split: str) -> ImageSet:
     Args:
         name: A folder, searched recursively: images in exactly one level of subfolders have the subfolder as label,
             all others have none. A .parquet or .arrow file with a column `image` or `img`, and `label`, `labels` or
-            `fine_label` if there are labels. Or a Hub data set, "owner/name" or "owner/name:config".
+            `fine_label` if there are labels. Or a Hub data set, "owner/name" or "owner/name:config", with "@split"
+            behind it for another split than `split`.
         split: Split of a data set; not used otherwise.
 
     Raises:
@@ -136,7 +147,8 @@ def open_images(name: str, split: str) -> ImageSet:
     else:
         images = _open_dataset(name, split)
     if not len(images):
-        raise CalibrationError(f"{name} holds no images. Files that are read: {', '.join(sorted(_SUFFIXES))}.")
+        raise CalibrationError(f"{name} holds no images. Files that are read: {', '.join(sorted(_SUFFIXES))}; of a "
+                               "table name the .parquet or .arrow file itself.")  # fmt: skip
     return images
 
 
@@ -165,7 +177,9 @@ def sample(images: ImageSet, count: int, generator: torch.Generator) -> list[int
 
 def _open_folder(root: Path) -> FolderImages:
     found = []
-    for folder, _, names in os.walk(root, followlinks=True):  # class folders are often links
+    for folder, folders, names in os.walk(root, followlinks=True):  # class folders are often links
+        here = Path(folder).resolve()
+        folders[:] = [name for name in folders if not here.is_relative_to((here / name).resolve())]  # no circles
         relative = Path(folder).relative_to(root)
         found += [relative / name for name in names if Path(name).suffix.lower() in _SUFFIXES]
     # What file managers and notebooks leave behind has image suffixes too.
@@ -177,8 +191,9 @@ def _open_folder(root: Path) -> FolderImages:
 
 
 def _open_dataset(name: str, split: str) -> TableImages:
-    table = tables.open_dataset(name, split)
-    images = TableImages(f"{name}:{split}", "", table.labels, table)
+    name, _, named = name.partition("@")
+    table = tables.open_dataset(name, named or split)
+    images = TableImages(f"{name}:{named or split}", "", table.labels, table)
     return TableImages(images.origin, _content_hash(_rows(images)), images.labels, table)
 
 

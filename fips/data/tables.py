@@ -95,7 +95,8 @@ def open_dataset(name: str, split: str) -> Table:
         values = None if label is None else list(rows[label])
         encoded = None if image is None else rows.select_columns([image]).cast_column(image, Image(decode=False))
     except Exception as error:  # network, access and schema errors of many libraries
-        raise CalibrationError(f"{name!r} is no folder here, and as a data set it cannot be read: {error}") from error
+        raise CalibrationError(f"{name!r} is no folder here, and as a data set it cannot be read: {error} "
+                               "(Another split: owner/name@split.)") from error  # fmt: skip
     if encoded is None:
         raise CalibrationError(
             f"data set {name!r}: expected a column `image` or `img` of images. It has: {', '.join(columns)}."

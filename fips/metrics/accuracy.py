@@ -10,7 +10,7 @@ from torch import Tensor
 from fips.data.images import ImageSet
 from fips.data.labels import class_indices
 from fips.data.pixels import ImageReader, pixel_values
-from fips.errors import NumericalError
+from fips.errors import CalibrationError, NumericalError
 
 _TOP = 5
 
@@ -23,8 +23,10 @@ class ImageProtocol:
         images: Origin of the images.
         images_sha256: Their hash.
         count: Images that were scored.
+        available: Images there are; with fewer scored, those were drawn at random.
         skipped: Names of broken images that were left out.
         labels: How labels were matched to classes; None without labels.
+        pooling: How hidden states become the features that are compared; None of a classifier.
         processor: The image processor; it is the checkpoint's own.
         dtype: dtype of the model.
         device: Where it ran.
@@ -35,8 +37,10 @@ class ImageProtocol:
     images: str
     images_sha256: str
     count: int
+    available: int
     skipped: tuple[str, ...]
     labels: str | None
+    pooling: str | None
     processor: str
     dtype: str
     device: str
@@ -49,9 +53,11 @@ class ImageProtocol:
 
     def line(self) -> str:
         """The protocol for a terminal."""
-        labels = "no labels" if self.labels is None else f"labels matched {self.labels}"
-        skipped = f", {len(self.skipped)} broken ones left out" if self.skipped else ""
-        return (f"{self.images}, {self.count:,} images{skipped}, {labels}, {self.processor}, {self.dtype} on "
+        labels = self.pooling or ("no labels" if self.labels is None else f"labels matched {self.labels}")
+        drawn = "" if self.count + len(self.skipped) == self.available else f" of {self.available:,}, drawn at random"
+        named = ", ".join(self.skipped[:3])
+        skipped = f", {len(self.skipped)} broken ones left out ({named})" if self.skipped else ""
+        return (f"{self.images}, {self.count:,} images{drawn}{skipped}, {labels}, {self.processor}, {self.dtype} on "
                 f"{self.device}, images sha256 {self.images_sha256[:12]}")  # fmt: skip
 
 
@@ -93,7 +99,7 @@ class Accuracy:
 
     def rows(self, baseline: "Accuracy | None") -> list[list[str]]:
         """Rows of the evaluation's table."""
-        rows = []
+        rows = [] if self.truth is not None else [["top-1", "no labels", "" if baseline is None else "no labels", ""]]
         for name in ("top1", "top5"):
             ours, dense = getattr(self, name), getattr(baseline, name, None)
             if ours is not None:
@@ -144,7 +150,12 @@ class ImageTest:
             pixels = pixel_values(batch.images, self.processor).to(device, model.dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(0)  # some models drop patches at random: the same ones of both models
-                found = score(pixels)
+                try:
+                    found = score(pixels)
+                except (RuntimeError, ValueError) as error:
+                    size, first = "x".join(map(str, pixels.shape[1:])), str(error).strip().partition("\n")[0]
+                    raise CalibrationError(f"The model cannot run on images of {size}, which its image processor "
+                                           f"gives: {first}") from error  # fmt: skip
             if not torch.isfinite(found).all():
                 bad = int((~torch.isfinite(found)).any(1).nonzero()[0])
                 raise NumericalError(f"{self.images.name(batch.kept[bad])}: the model gives NaN or infinity.")
@@ -153,12 +164,15 @@ class ImageTest:
             advance(len(batch.kept))
         return torch.cat(results), kept, tuple(reader.skipped)
 
-    def protocol(self, model: Any, count: int, skipped: tuple[str, ...], labels: str | None) -> ImageProtocol:
+    def protocol(
+        self, model: Any, count: int, skipped: tuple[str, ...], *, labels: str | None = None, pooling: str | None = None
+    ) -> ImageProtocol:
         """The protocol of a result of `run`."""
         import transformers
 
         return ImageProtocol(
-            images=self.images.origin, images_sha256=self.images.sha256, count=count, skipped=skipped, labels=labels,
+            images=self.images.origin, images_sha256=self.images.sha256, count=count,
+            available=len(self.images), skipped=skipped, labels=labels, pooling=pooling,
             processor=type(self.processor).__name__, dtype=str(model.dtype).removeprefix("torch."),
             device=next(model.parameters()).device.type, torch=torch.__version__,
             transformers=transformers.__version__,
@@ -180,9 +194,8 @@ def accuracy(model: Any, test: ImageTest, advance: Callable[[int], object] = lam
     """
     truth, how = None, None
     if test.images.labels is not None:  # before anything runs
-        indices, how = class_indices([test.images.labels[i] for i in test.chosen], model.config.id2label)
-        truth = dict(zip(test.chosen, indices, strict=True))
+        truth, how = class_indices(test.images.labels, model.config.id2label)  # of all, whatever was chosen
     logits, kept, skipped = test.run(model, lambda pixels: model(pixel_values=pixels).logits, advance)
-    ranked = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
+    ranked = logits.sort(dim=1, descending=True, stable=True).indices[:, :_TOP]  # of equal ones the first
     classes = None if truth is None else torch.tensor([truth[i] for i in kept])
-    return Accuracy(ranked, classes, test.protocol(model, len(kept), skipped, how))
+    return Accuracy(ranked, classes, test.protocol(model, len(kept), skipped, labels=how))

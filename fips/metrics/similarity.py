@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fips.errors import NumericalError
+from fips.errors import ConfigError, NumericalError
 from fips.metrics.accuracy import ImageProtocol, ImageTest
 from fips.models.sites import trunk_of
 
@@ -61,7 +61,14 @@ class Embeddings:
     protocol: ImageProtocol | TextProtocol
 
     def cosines(self, other: "Embeddings") -> Tensor:
-        """Cosine of both models' features, (n,)."""
+        """Cosine of both models' features, (n,).
+
+        Raises:
+            ConfigError: If they are of different widths.
+        """
+        if self.values.shape != other.values.shape:
+            ours, theirs = self.values.shape[1], other.values.shape[1]
+            raise ConfigError(f"The model's features have {ours} entries, the baseline's {theirs}.")
         return torch.nn.functional.cosine_similarity(self.values.double(), other.values.double(), dim=1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,9 +94,9 @@ class Embeddings:
 
 @torch.no_grad()
 def image_features(model: Any, test: ImageTest, advance: Callable[[int], object] = lambda _: None) -> Embeddings:
-    """Pooled features of images: the trunk's own pooled output where it needs no weights, else the first token's.
+    """Pooled features of images: the trunk's own pooled output, else that of [CLS], else the mean over the patches.
 
-    Layers called `pooler` are often not trained and not part of a checkpoint.
+    A `pooler` with a dense layer does not count: it is often not trained and not part of a checkpoint.
 
     Args:
         model: A backbone, or a model with a tower for images.
@@ -97,16 +104,22 @@ def image_features(model: Any, test: ImageTest, advance: Callable[[int], object]
         advance: Called after every batch with its number of images.
     """
     trunk = trunk_of(model)[1]
-    trained = any(True for name, _ in trunk.named_parameters() if "pooler" in name.split("."))
+    names = [name.split(".") for name, _ in trunk.named_parameters()]
+    dense = any({"pooler", "dense"} <= set(name) for name in names)
+    first = any(name[-1] in ("cls_token", "class_embedding") for name in names)
+    used: set[str] = set()
 
     def pooled(pixels: Tensor) -> Tensor:
         out = trunk(pixel_values=pixels)
-        found = None if trained else getattr(out, "pooler_output", None)
-        first: Tensor = out.last_hidden_state[:, 0] if found is None else found.flatten(1)
-        return first
+        found: Tensor | None = None if dense else getattr(out, "pooler_output", None)
+        used.add("mean over patches" if found is None and not first else "[CLS]" if found is None else "pooled output")
+        if found is not None:
+            return found.flatten(1)
+        hidden: Tensor = out.last_hidden_state
+        return hidden[:, 0] if first else hidden.mean(1)
 
     values, kept, skipped = test.run(model, pooled, advance)
-    return Embeddings(values, test.protocol(model, len(kept), skipped, None))
+    return Embeddings(values, test.protocol(model, len(kept), skipped, pooling=", ".join(used)))
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,7 @@ def text_features(model: Any, test: TextTest, advance: Callable[[int], object] =
     """
     import transformers
 
-    trunk, device = model.base_model, next(model.parameters()).device
+    trunk, device = trunk_of(model)[1], next(model.parameters()).device
     rows = []
     for start in range(0, len(test.texts), test.batch):
         part = list(test.texts[start : start + test.batch])
