@@ -141,6 +141,7 @@ def test_a_token_that_cannot_be_one_is_not_shown(
     assert len(hub.requests) == before
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", raises_its_token)
     assert "(the token) is odd" in fails(compressed, REPO)
+    assert "hf_alice" not in run("push", compressed, REPO, "-q", "-v").err
 
 
 def raises_its_token(self: huggingface_hub.HfApi, *_args: object, **_kwargs: object) -> None:

@@ -1,6 +1,7 @@
 """The Hub as fips uses it to publish: one atomic commit of named files, compared with the local ones afterwards."""
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,7 +179,8 @@ def hub_errors(api: Any, place: Place) -> Iterator[None]:
             "what was uploaded is not sent twice."
         ) from stop
     except Exception as error:
-        raise HubError(_explain(api, place, error).replace(api.token, "(the token)")) from error
+        shown = api.token in "".join(traceback.format_exception(error))
+        raise HubError(_explain(api, place, error).replace(api.token, "(the token)")) from (None if shown else error)
 
 
 def _explain(api: Any, place: Place, error: BaseException) -> str:
