@@ -66,7 +66,7 @@ def test_demo_vision(tmp_path: Path) -> None:
     done = _run("demo_vision.py", "--limit", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "top-1" in done.stdout
-    assert "3 images, labels matched by name" in done.stdout
+    assert "3 images of 6, drawn at random, labels matched by name" in done.stdout
 
 
 @pytest.mark.parametrize(
