@@ -47,14 +47,12 @@ class Progress:
         self._bar.update(steps)
 
     def each(self, label: str, items: Iterable[T], total: int) -> Iterator[T]:
-        """The items, with a bar of their number."""
+        """The items, with a bar of their number; whoever stops half-way closes it."""
         self.start_group(label, total)
-        try:
-            for item in items:
-                yield item
-                self.step(1)
-        finally:
-            self.close()
+        for item in items:
+            yield item
+            self.step(1)
+        self.close()
 
     def end_group(self, label: str, before: float, after: float, seconds: float) -> None:
         """Closes the bar and prints the group's errors and the time left."""

@@ -50,7 +50,8 @@ def compress_groups(run: Run, calibration: Calibration | ImageCalibration, write
     size = max(config.batch_tokens // calibration.tokens_each, 1)
     batches = run.progress.each("first hidden states", calibration.batches(size), -(-calibration.count // size))
     first = [(plan.views[0].path, plan.views[0].module)]
-    with materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device):
+    outside = materialized(plan.outside_blocks() + first, plan.names, plan.source.read, plan.device)
+    with closing(run.progress), outside:
         stream = start_stream(plan.trunk, batches, plan.device, separate=config.inputs == "compressed")
     if config.polish and len(stream.dense) == 1:
         run.report.notes.append("polish was left out: with a single batch nothing can be held out.")

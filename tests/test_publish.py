@@ -184,8 +184,8 @@ def test_reported_errors_are_those_of_the_stored_weights(
     sensitivity: dict[str, torch.Tensor] = {}
     real = stream_groups.collect_moments
 
-    def collect(*args: object) -> object:
-        moments = real(*args)
+    def collect(*args: object, **options: object) -> object:
+        moments = real(*args, **options)
         sensitivity.update(moments.sensitivity)
         return moments
 
