@@ -99,7 +99,8 @@ class Evaluation:
         """The evaluation for a terminal."""
         score: Any = self.measured.score
         rows = self.measured.sizes.rows() + score.rows(self.baseline.score if self.baseline else None)
-        return format_table(["", "model", "dense", "ratio"], rows) + f"\n\nprotocol: {score.protocol.line()}"
+        last = "ratio or difference" if isinstance(score, (Accuracy, TaskScores)) else "ratio"
+        return format_table(["", "model", "dense", last], rows) + f"\n\nprotocol: {score.protocol.line()}"
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 import types
@@ -172,12 +173,10 @@ def test_parquet_of_plain_bytes_and_of_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "match"), [
-    (lambda: table([0, -1, 1, None, 0], ["cat", "dog"]), r"2 of 5 rows have no label"),
     (lambda: table([0, 1, 2, 0, 0], ["cat", "dog"]), r"a label is 2, but only 2 classes are named"),
-    (lambda: table([0.5, 1.0, 2.0, 0.0, 0.0]), r"a label is a float"),
     (lambda: table(column="picture"), r"column `image` or `img`.*It has: picture \(struct"),
     (lambda: pa.table({"image": ["a.png"], "label": [1]}), r"It has: image \(string\), label \(int64\)"),
-], ids=["some unlabelled", "out of range", "float", "column", "kind"])  # fmt: skip
+], ids=["out of range", "column", "kind"])  # fmt: skip
 def test_tables_that_are_refused(tmp_path: Path, rows: Any, match: str) -> None:
     with pytest.raises(CalibrationError, match=match):
         open_images(saved(tmp_path, rows()), "train")
@@ -257,6 +256,9 @@ def test_hub_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert images.read(2) == plain((2, 0, 0))
     assert open_images("owner/pets:small@validation", "test").origin == "owner/pets:small:validation"
     assert asked[1:] == [("owner/pets", "small", {"split": "validation"})]
+    columns["label"] = [-1, -1, -1]  # as test splits are published
+    assert "3 of its 3 rows have no label (another split: owner/name@split)" in open_images(
+        "owner/pets", "test").why_unlabelled()  # fmt: skip
     columns["label"] = [1, 1, 1]
     relabelled = open_images("owner/pets", "test").sha256
     cells[0] = {"bytes": None, "path": None}
@@ -274,6 +276,48 @@ def test_a_folder_that_holds_itself(tmp_path: Path) -> None:
     write(tmp_path / "val", ["a/1.png", "b/2.png"])
     (tmp_path / "val" / "a" / "round").symlink_to(tmp_path / "val")
     assert len(open_images(str(tmp_path / "val"), "test")) == 2
+
+
+def test_folders_that_hold_each_other(tmp_path: Path) -> None:
+    root = write(tmp_path / "val", ["a/1.png", "b/2.png"])
+    (root / "a" / "round").symlink_to(root / "b")
+    (root / "b" / "round").symlink_to(root / "a")
+    images = open_images(str(root), "test")
+    assert {images.name(k) for k in range(len(images))} == {
+        "val/a/1.png", "val/a/round/2.png", "val/b/2.png", "val/b/round/1.png"}  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, real = write(tmp_path / "val", ["a/1.png", "b/2.png"]), os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(CalibrationError, match=r"val/b cannot be read: Permission denied"):
+        open_images(str(root), "train")
+
+
+def test_images_of_an_unread_kind_count_as_broken(tmp_path: Path) -> None:
+    write(tmp_path, [f"{k}.png" for k in range(4)])
+    (tmp_path / "9.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    images = open_images(str(tmp_path), "train")
+    reader = ImageReader(images, range(5), 3)
+    assert [batch.kept for batch in reader.batches(8)] == [[0, 1, 2, 3]]
+    assert reader.skipped == [images.name(4)]
+
+
+@pytest.mark.parametrize(("labels", "why"), [
+    ([0, -1, 1, None, 0], "2 of its 5 rows have no label"), ([[0], [1, 0], [], [1], [0]], "a label of it is a list"),
+    ([0.5, 1.0, 2.0, 0.0, 0.0], "a label of it is a float"),
+], ids=["some", "several", "float"])  # fmt: skip
+def test_tables_whose_labels_are_not_one_per_row(tmp_path: Path, labels: list[Any], why: str) -> None:
+    images = open_images(saved(tmp_path, table(labels, ["cat", "dog"])), "train")
+    assert images.labels is None
+    assert why in images.why_unlabelled()
+    assert len(sample(images, 3, random())) == 3
 
 
 @pytest.mark.parametrize(("module", "name", "extra"), [

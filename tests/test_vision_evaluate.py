@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 
 import fips
 from fips.checkpoint.card import render
+from fips.progress import Progress
 from tests.command import run
 from tests.families import edit_config
 from tests.vision_families import write_images, write_model, write_processor
@@ -151,6 +152,28 @@ def test_the_first_of_equally_likely_classes_counts(images: Path, tmp_path: Path
     config = fips.EvaluationConfig(images=str(images), device="cpu")
     score = fips.evaluate(tmp_path / "flat", config=config).measured.score
     assert score.ranked.tolist() == [[0, 1, 2, 3, 4]] * 18
+
+
+def test_five_classes_or_fewer_have_no_top_five(images: Path, tmp_path: Path) -> None:
+    dense = write_model("vit", tmp_path / "vit")  # three classes
+    config = fips.EvaluationConfig(images=str(write_images(tmp_path / "animals", 2)), device="cpu")
+    result = fips.evaluate(dense, dense, config)
+    assert result.to_dict()["top1"] is not None
+    assert result.to_dict()["top5"] is None
+    assert "top-5" not in result.table()
+    assert "ratio or difference" in result.table().splitlines()[0]
+
+
+def test_the_bar_knows_how_many_images_there_are(small: Path, images: Path) -> None:
+    class Recorded(Progress):
+        totals: tuple[tuple[str, int], ...] = ()
+
+        def start_group(self, label: str, steps: int) -> None:
+            self.totals += ((label, steps),)
+
+    progress = Recorded(-1)
+    fips.evaluate(small, config=fips.EvaluationConfig(images=str(images), limit=7, device="cpu"), progress=progress)
+    assert progress.totals == (("accuracy", 7),)
 
 
 def test_the_card_of_an_image_model(small: Path, images: Path, tmp_path: Path) -> None:

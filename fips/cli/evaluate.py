@@ -20,7 +20,7 @@ _OF_OTHERS = ("text", "dataset", "images", "length", "bos")
 @click.option("--dataset", help="Hub data set, owner/name or owner/name:config; test split.")
 @click.option("--images", type=click.Path(path_type=str),
               help="For an image model: a folder with a subfolder per class, a .parquet or .arrow file, or a Hub data "
-                   "set id.")  # fmt: skip
+                   "set, such as owner/name@split; test split by default.")  # fmt: skip
 @click.option("--tasks", help="Tasks of lm-eval, such as hellaswag,arc_easy, instead of a text; needs the extra.")
 @click.option("--include-path", type=click.Path(path_type=str),
               help="Folder of yaml files with further tasks. They may run Python code.")  # fmt: skip

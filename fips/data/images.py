@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from fips.errors import BrokenImageError, CalibrationError
 _TABLES = (".parquet", ".arrow")
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jfif",
              ".avif"}  # fmt: skip
+_UNREAD = {".heic", ".heif"}  # images, but not to Pillow alone: they count as broken and are named
 _EDGE = 4096
 _DATASET = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[^@]+)?(@\w+)?")
 
@@ -100,6 +101,10 @@ class TableImages(ImageSet):
         """File or data set, and row."""
         return f"{self.origin}, row {index}"
 
+    def why_unlabelled(self) -> str:
+        """What keeps the labels from being one per row."""
+        return self.table.why_unlabelled
+
 
 def looks_like_images(name: str) -> bool:
     """Whether a calibration or evaluation argument means images on this machine: a folder, or a file of a table."""
@@ -176,18 +181,30 @@ def sample(images: ImageSet, count: int, generator: torch.Generator) -> list[int
 
 
 def _open_folder(root: Path) -> FolderImages:
-    found = []
-    for folder, folders, names in os.walk(root, followlinks=True):  # class folders are often links
-        here = Path(folder).resolve()
-        folders[:] = [name for name in folders if not here.is_relative_to((here / name).resolve())]  # no circles
-        relative = Path(folder).relative_to(root)
-        found += [relative / name for name in names if Path(name).suffix.lower() in _SUFFIXES]
+    found = [file.relative_to(root) for file in _files(root, ()) if file.suffix.lower() in _SUFFIXES | _UNREAD]
     # What file managers and notebooks leave behind has image suffixes too.
     shown = [file for file in found if not any(part.startswith((".", "__MACOSX")) for part in file.parts)]
     files = sorted(shown, key=lambda file: file.as_posix())
     labels = tuple(file.parts[0] for file in files) if all(len(file.parts) == 2 for file in files) else None
     digest = _content_hash((file.as_posix(), *_edges(root / file)) for file in files)
     return FolderImages(root.resolve().name, digest, labels, root, tuple(file.as_posix() for file in files))
+
+
+def _files(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Files of a folder and of those in it; class folders are often links, and links may lead back up."""
+    real = folder.resolve()
+    if any(one.is_relative_to(real) for one in above):
+        return
+    try:
+        with os.scandir(folder) as entries:
+            children = [(Path(entry.path), entry.is_dir()) for entry in entries]
+    except OSError as error:
+        raise CalibrationError(f"{folder} cannot be read: {error.strerror}. Make it readable.") from error
+    for child, holds_more in children:
+        if holds_more:
+            yield from _files(child, (*above, real))
+        else:
+            yield child
 
 
 def _open_dataset(name: str, split: str) -> TableImages:

@@ -23,11 +23,13 @@ class Table:
         rows: How many there are.
         labels: One per row, or None.
         cell: Gives a row's image as it is stored: bytes, or a mapping with `bytes` and `path`.
+        why_unlabelled: What keeps a column of labels from being used, as the rest of a sentence.
     """
 
     rows: int
     labels: tuple[Label, ...] | None
     cell: Callable[[int], Any]
+    why_unlabelled: str = ""
 
     def read(self, index: int, name: str) -> bytes:
         """Encoded bytes of one image.
@@ -70,8 +72,9 @@ def open_file(path: Path) -> Table:
         )
     label = _column(schema.names, _LABEL_COLUMNS)
     values = None if label is None else column(label)
-    labels = None if values is None else _named(values, _class_names(schema.metadata, str(label)), str(path))
-    return Table(rows, labels, cell_of(name))
+    why = _why_unlabelled(values or [])
+    labels = None if values is None or why else _named(values, _class_names(schema.metadata, str(label)), str(path))
+    return Table(rows, labels, cell_of(name), why)
 
 
 def open_dataset(name: str, split: str) -> Table:
@@ -102,8 +105,10 @@ def open_dataset(name: str, split: str) -> Table:
             f"data set {name!r}: expected a column `image` or `img` of images. It has: {', '.join(columns)}."
         )
     classes = None if label is None else getattr(rows.features[label], "names", None)
-    labels = None if values is None else _named(values, classes, f"data set {name!r}")
-    return Table(len(encoded), labels, lambda index: encoded[index][image])
+    why = _why_unlabelled(values or [])
+    labels = None if values is None or why else _named(values, classes, f"data set {name!r}")
+    return Table(len(encoded), labels, lambda index: encoded[index][image],
+                 why and f"{why} (another split: owner/name@split)")  # fmt: skip
 
 
 def _column(names: Sequence[str], known: tuple[str, ...]) -> str | None:
@@ -161,16 +166,17 @@ def _class_names(metadata: dict[bytes, bytes] | None, column: str) -> list[str] 
     return names if isinstance(names, list) else None
 
 
-def _named(values: list[Any], classes: Sequence[str] | None, where: str) -> tuple[Label, ...] | None:
-    """Labels of the rows, by class name where the classes have names; None where no row has one."""
+def _why_unlabelled(values: list[Any]) -> str:
+    """What keeps values from being one label per row; calibration does without them, accuracy cannot."""
     missing = sum(value is None or value == -1 for value in values)  # -1: how `datasets` marks an unlabelled row
-    if missing == len(values):
-        return None
     if missing:
-        raise CalibrationError(f"{where}: {missing} of {len(values)} rows have no label. Label all of them or none.")
-    if not all(isinstance(value, (int, str)) for value in values):
-        odd = next(value for value in values if not isinstance(value, (int, str)))
-        raise CalibrationError(f"{where}: a label is a {type(odd).__name__}; expected an integer or a name per image.")
+        return f": {missing:,} of its {len(values):,} rows have no label"
+    odd = next((value for value in values if not isinstance(value, (int, str))), 0)
+    return "" if isinstance(odd, (int, str)) else f": a label of it is a {type(odd).__name__}, not an integer or a name"
+
+
+def _named(values: list[Any], classes: Sequence[str] | None, where: str) -> tuple[Label, ...]:
+    """Labels of the rows, by class name where the classes have names."""
     if classes is None or isinstance(values[0], str):
         return tuple(values)
     if not all(0 <= value < len(classes) for value in values):

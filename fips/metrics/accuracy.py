@@ -66,7 +66,7 @@ class Accuracy:
     """What a classifier says of every image.
 
     Attributes:
-        ranked: The most likely classes of every image, (images, at most 5).
+        ranked: The most likely classes of every image, (images, 5), or (images, 1) of five classes or fewer.
         truth: Class of every image; None without labels.
         protocol: How it was measured.
     """
@@ -82,8 +82,10 @@ class Accuracy:
 
     @property
     def top5(self) -> float | None:
-        """Share of images whose class is among the five most likely ones; None without labels."""
-        return None if self.truth is None else float((self.ranked == self.truth[:, None]).any(1).double().mean())
+        """Share of images whose class is among the five most likely ones; None if unlabelled or of so few classes."""
+        if self.truth is None or self.ranked.shape[1] < _TOP:
+            return None
+        return float((self.ranked == self.truth[:, None]).any(1).double().mean())
 
     def agreement(self, other: "Accuracy") -> float:
         """Share of images to which both models give the same most likely class."""
@@ -196,6 +198,7 @@ def accuracy(model: Any, test: ImageTest, advance: Callable[[int], object] = lam
     if test.images.labels is not None:  # before anything runs
         truth, how = class_indices(test.images.labels, model.config.id2label)  # of all, whatever was chosen
     logits, kept, skipped = test.run(model, lambda pixels: model(pixel_values=pixels).logits, advance)
-    ranked = logits.sort(dim=1, descending=True, stable=True).indices[:, :_TOP]  # of equal ones the first
+    top = _TOP if logits.shape[1] > _TOP else 1  # of five classes all would be among the first five
+    ranked = logits.sort(dim=1, descending=True, stable=True).indices[:, :top]  # of equal ones the first
     classes = None if truth is None else torch.tensor([truth[i] for i in kept])
     return Accuracy(ranked, classes, test.protocol(model, len(kept), skipped, labels=how))
