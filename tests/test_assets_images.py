@@ -16,9 +16,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import asset_images
-from asset_images import AssetError, Node
-
 import assets
+from asset_images import AssetError, Node
 from assets import Asset
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpkg-deb, so no Debian packages")

@@ -264,6 +264,9 @@ def test_hub_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     cells[0] = {"bytes": None, "path": None}
     assert len({images.sha256, relabelled, open_images("owner/pets", "test").sha256}) == 3
 
+    columns["img"], columns["label"] = [], []
+    with pytest.raises(CalibrationError, match="holds no images"):
+        open_images("owner/pets", "test")
     columns["picture"] = columns.pop("img")
     with pytest.raises(CalibrationError, match=r"'owner/pets'.*It has: label, picture"):
         open_images("owner/pets", "test")

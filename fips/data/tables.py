@@ -73,7 +73,7 @@ def open_file(path: Path) -> Table:
     label = _column(schema.names, _LABEL_COLUMNS)
     values = None if label is None else column(label)
     why = _why_unlabelled(values or [])
-    labels = None if values is None or why else _named(values, _class_names(schema.metadata, str(label)), str(path))
+    labels = None if not values or why else _named(values, _class_names(schema.metadata, str(label)), str(path))
     return Table(rows, labels, cell_of(name), why)
 
 
@@ -106,7 +106,7 @@ def open_dataset(name: str, split: str) -> Table:
         )
     classes = None if label is None else getattr(rows.features[label], "names", None)
     why = _why_unlabelled(values or [])
-    labels = None if values is None or why else _named(values, classes, f"data set {name!r}")
+    labels = None if not values or why else _named(values, classes, f"data set {name!r}")
     return Table(len(encoded), labels, lambda index: encoded[index][image],
                  why and f"{why} (another split: owner/name@split)")  # fmt: skip
 
