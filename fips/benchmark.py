@@ -67,16 +67,8 @@ def bench(
     for number in range(config.repeats):
         for label, name, where, runtime in jobs:
             progress.note(f"round {number + 1} of {config.repeats}: {label} ({name})")
-            answer = _run(
-                {
-                    "folder": str(where),
-                    "runtime": runtime,
-                    "trust_remote_code": trust_remote_code,
-                    "threads": torch.get_num_threads(),
-                    "config": config.to_dict(),
-                },
-                f"{name} ({label})",
-            )
+            answer = _run({"folder": str(where), "runtime": runtime, "trust_remote_code": trust_remote_code,
+                           "threads": torch.get_num_threads(), "config": config.to_dict()}, f"{name} ({label})")
             found[label].append(answer)
             config = replace(config, dtype=answer["dtype"])  # the compressed one's for all that follow
     models = [Benched(label, name, None if label == "dense" else runtime, _merged(found[label]))

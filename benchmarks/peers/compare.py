@@ -7,6 +7,10 @@ Same checkpoint, same calibration tokens, same evaluation windows (bfloat16, 204
 is made and evaluated in a process of its own, so that times and peak memory are its own; it is deleted afterwards
 unless --keep. One line per model goes to OUT/results.jsonl; what is there already is not made again.
 Needs the assets: python benchmarks/assets.py assets smollm2 text
+
+The README's figures: without options those at 0.75, 0.65 and 0.55; with `--shares 0.6 --methods fips-auto sparsegpt
+--keep` those at 0.60, and peers-out/fips-auto-0.6, which `fips bench` then measures; with `--shares 0.75 --methods svd
+--eval-characters 60000` that of whitened SVD.
 """
 
 import argparse

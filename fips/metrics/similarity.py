@@ -107,19 +107,20 @@ def image_features(model: Any, test: ImageTest, advance: Callable[[int], object]
     names = [name.split(".") for name, _ in trunk.named_parameters()]
     dense = any({"pooler", "dense"} <= set(name) for name in names)
     first = any(name[-1] in ("cls_token", "class_embedding") for name in names)
-    used: set[str] = set()
+    pooling = "[CLS]" if first else "mean over patches"
 
     def pooled(pixels: Tensor) -> Tensor:
+        nonlocal pooling
         out = trunk(pixel_values=pixels)
-        found: Tensor | None = None if dense else getattr(out, "pooler_output", None)
-        used.add("mean over patches" if found is None and not first else "[CLS]" if found is None else "pooled output")
-        if found is not None:
-            return found.flatten(1)
+        if not dense and getattr(out, "pooler_output", None) is not None:
+            pooling = "pooled output"
+            own: Tensor = out.pooler_output
+            return own.flatten(1)
         hidden: Tensor = out.last_hidden_state
         return hidden[:, 0] if first else hidden.mean(1)
 
     values, kept, skipped = test.run(model, pooled, advance)
-    return Embeddings(values, test.protocol(model, len(kept), skipped, pooling=", ".join(used)))
+    return Embeddings(values, test.protocol(model, len(kept), skipped, pooling=pooling))
 
 
 @dataclass(frozen=True)
